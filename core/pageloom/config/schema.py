@@ -1,0 +1,144 @@
+"""All that a configuration may say, outside the ``options`` of components.
+
+The values are what `load_config` leaves: interpolations resolved, types converted, ranges checked.
+"""
+
+# ruff: noqa: RUF009 (`option` makes a dataclass field)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pageloom.config.rules import (
+    FRACTION,
+    SIZE,
+    at_least,
+    matching,
+    one_of,
+    option,
+    parse_size,
+)
+
+REQUIRED = "???"  # OmegaConf's mark for a value that must be given
+
+_NOT_EMPTY = matching(r"(?s).+", "text that is not empty")
+_DEVICE = matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")
+
+
+@dataclass
+class ModelConfig:
+    """Which model to load, and how."""
+
+    path: str = option(REQUIRED, "File, folder or hub id; ${pkg:MODULE/FILE} works.", _NOT_EMPTY)
+    loader: str = option("auto", "Weight loader; auto asks each whether the path is its own.")
+    tokenizer: str | None = option(None, "Another tokenizer's path; null takes the model's own.")
+    dtype: str = option(
+        "auto",
+        "Of weights and activations; auto takes the model's own.",
+        one_of("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = option(
+        None, "Most tokens of prompt and output together; null takes the model's own.", at_least(1)
+    )
+    trust_remote_code: bool = option(False, "Whether code that comes with the model may run.")
+    options: dict[str, Any] = option({}, "Options of the loader.")
+
+
+@dataclass
+class SchedulerConfig:
+    """How each step is planned."""
+
+    policy: str = option("fcfs", "Scheduler.")
+    max_num_seqs: int = option(256, "Most branches that run at once (seats).", at_least(1))
+    max_num_batched_tokens: int = option(2048, "Most tokens computed per step.", at_least(1))
+    enable_chunked_prefill: bool = option(True, "Whether a prompt may be split over steps.")
+    options: dict[str, Any] = option({}, "Options of the scheduler.")
+
+
+@dataclass
+class AttentionConfig:
+    """Which backend stores and attends over the KV cache."""
+
+    backend: str = option("auto", "Attention backend; auto takes the first that can run here.")
+    options: dict[str, Any] = option({}, "Options of the backend.")
+
+
+@dataclass
+class KVCacheConfig:
+    """How much KV cache there is, and in what format."""
+
+    block_size: int | None = option(
+        None, "Tokens per block; null leaves it to the backend.", at_least(1)
+    )
+    gpu_memory_utilization: float = option(
+        0.90, "Part of GPU memory for weights and cache, if no other size is given.", FRACTION
+    )
+    memory: int | str | None = option(None, 'Size of the cache, such as "4GiB".', SIZE)
+    num_blocks: int | None = option(None, "Size of the cache in blocks.", at_least(1))
+    quantizer: str | None = option(None, "KV format; null stores the model's dtype.")
+    options: dict[str, Any] = option({}, "Options of the quantizer.")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory` in bytes."""
+        return None if self.memory is None else parse_size(self.memory)
+
+
+@dataclass
+class PluginsConfig:
+    """Which installed plugins are loaded, by entry-point or distribution name.
+
+    The built-in ones are those of the distribution ``pageloom``.
+    """
+
+    allow: list[str] | None = option(None, "Only these; null allows all that are installed.")
+    deny: list[str] = option([], "Not these.")
+
+
+@dataclass
+class RuntimeConfig:
+    """Where and how the engine runs."""
+
+    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU if any.", _DEVICE)
+    num_threads: int | None = option(None, "CPU threads; null leaves it to torch.", at_least(1))
+    seed: int = option(0, "Seeds sampling of requests that bring no seed.", at_least(0))
+    debug: bool = option(False, "Check the integrity of the KV blocks whenever the engine is idle.")
+
+
+@dataclass
+class Config:
+    """One engine's configuration. See `pageloom.config.load_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        # Not a field: where each given key came from, "file:line" or "--set KEY=VALUE".
+        self.origins: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Picker:
+    """The field by which a section names its component."""
+
+    section: str
+    field: str
+    kind: str  # of `pageloom.plugins.KINDS`
+    unpicked: str | None  # the value with which no component is named yet
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.field}"
+
+
+PICKERS = (
+    Picker("model", "loader", "weight_loader", unpicked="auto"),
+    Picker("scheduler", "policy", "scheduler", unpicked=None),
+    Picker("attention", "backend", "attention_backend", unpicked="auto"),
+    Picker("kv_cache", "quantizer", "kv_quantizer", unpicked=None),
+)

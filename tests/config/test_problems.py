@@ -1,0 +1,325 @@
+"""Every kind of bad input, each reported with its key, place, value, and what would work."""
+
+import logging
+
+import pytest
+
+from pageloom.config import ConfigError, load_config
+from pageloom.plugins import Plugins
+
+HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
+
+
+@pytest.mark.parametrize(
+    ("line", "reported"),
+    [
+        ("schedulr: {policy: plain}", 'c.yaml:3: schedulr = {"policy": "plain"}: unknown key; '
+         "expected one of model, scheduler, attention, kv_cache, plugins, runtime; "
+         "did you mean scheduler?"),
+        ("runtime: {sed: 1}", "c.yaml:3: runtime.sed = 1: unknown key; expected one of device, "
+         "num_threads, seed, debug; did you mean seed?"),
+        ("kv_cache: {num_blocks: abc}", 'c.yaml:3: kv_cache.num_blocks = "abc": expected an '
+         "integer of at least 1, or null"),
+        ("kv_cache: {num_blocks: 2.5}", "c.yaml:3: kv_cache.num_blocks = 2.5: expected an integer "
+         "of at least 1, or null"),
+        ("kv_cache: {num_blocks: true}", "c.yaml:3: kv_cache.num_blocks = true: expected an "
+         "integer of at least 1, or null"),
+        ("kv_cache: {num_blocks: 0}", "c.yaml:3: kv_cache.num_blocks = 0: expected an integer of "
+         "at least 1, or null"),
+        ("kv_cache: {num_blocks: [1]}", "c.yaml:3: kv_cache.num_blocks = [1]: expected an "
+         "integer of at least 1, or null"),
+        ("kv_cache: {gpu_memory_utilization: 90}", "c.yaml:3: kv_cache.gpu_memory_utilization = "
+         "90.0: expected a number above 0 and at most 1"),
+        ("kv_cache: {gpu_memory_utilization: .nan}", "c.yaml:3: kv_cache.gpu_memory_utilization = "
+         "NaN: expected a number above 0 and at most 1"),
+        ("kv_cache: {gpu_memory_utilization: null}", "c.yaml:3: kv_cache.gpu_memory_utilization = "
+         "null: expected a number above 0 and at most 1"),
+        ("kv_cache: {memory: 4G}", 'c.yaml:3: kv_cache.memory = "4G": expected a size such as '
+         '"4GiB" or "512MiB", or a number of bytes, or null'),
+        ("kv_cache: {memory: true}", "c.yaml:3: kv_cache.memory = true: expected a size such as "
+         '"4GiB" or "512MiB", or a number of bytes, or null'),
+        ("runtime: {debug: 1}", "c.yaml:3: runtime.debug = 1: expected true or false"),
+        ("runtime: {debug: maybe}", 'c.yaml:3: runtime.debug = "maybe": expected true or false'),
+        ("runtime: {device: gpu}", 'c.yaml:3: runtime.device = "gpu": expected auto, cpu, cuda or '
+         "cuda:N"),
+        ("runtime: {seed: -1}", "c.yaml:3: runtime.seed = -1: expected an integer of at least 0"),
+        ("plugins: {deny: {a: 1}}", 'c.yaml:3: plugins.deny = {"a": 1}: expected '
+         "a list, each item text"),
+        ("plugins: {deny: [true]}", "c.yaml:3: plugins.deny = [true]: expected a list, each item "
+         "text"),
+        ("kv_cache: {options: [1]}", "c.yaml:3: kv_cache.options = [1]: expected a "
+         "mapping"),
+        ("runtime: 5", "c.yaml:3: runtime = 5: expected a mapping with some of device, "
+         "num_threads, seed, debug"),
+        ("runtime:", "c.yaml:3: runtime = null: expected a mapping with some of device, "
+         "num_threads, seed, debug"),
+        ("runtime: [seed]", 'c.yaml:3: runtime = ["seed"]: expected a mapping with some of '
+         "device, num_threads, seed, debug"),
+        ("runtime: {seed: '${env:UNSET_X}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X}": the '
+         "environment variable UNSET_X is not set; set it, or write ${env:UNSET_X,DEFAULT}"),
+        ("runtime: {seed: '${env:UNSET_X,y}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X,y}": '
+         "While dereferencing interpolation '${env:UNSET_X,y}': Value 'y' of type 'str' could not "
+         "be converted to Integer; expected an integer of at least 0"),
+        ("runtime: {seed: '${nowhere}'}", 'c.yaml:3: runtime.seed = "${nowhere}": Interpolation '
+         "key 'nowhere' not found"),
+        ("runtime: {seed: '${runtime.seed}'}", 'c.yaml:3: runtime.seed = "${runtime.seed}": '
+         "Recursive interpolation detected"),
+        ("runtime: {seed: '${env'}", 'c.yaml:3: runtime.seed = "${env": not a valid interpolation '
+         "(no viable alternative at input '${env'); expected an integer of at least 0"),
+        ("runtime: {seed: 1, seed: 2}", "c.yaml:3: runtime.seed: given twice; it also stands in "
+         "line 3"),
+        ("runtime: {1: 2}", "c.yaml:3: runtime: a key that is not text; put it in quotes"),
+        ("runtime: {seed: !!python/name:os.system x}", "c.yaml:3: runtime.seed: the YAML tag "
+         "tag:yaml.org,2002:python/name:os.system is not allowed"),
+        ("runtime: !thing {seed: 1}", "c.yaml:3: runtime: the YAML tag !thing is not allowed"),
+        ("runtime: &a {seed: *a}", "c.yaml:3: runtime.seed: an alias that contains itself"),
+        ("runtime: {seed: !!int x}", "c.yaml:3: runtime.seed: 'x' is no YAML int"),
+        ("runtime: [1", "c.yaml:3: not valid YAML: while parsing a flow sequence, expected ',' or "
+         "']', but got '<stream end>'"),
+        ("runtime:\n\tseed: 1", "c.yaml:4: not valid YAML: while scanning for the next token, "
+         "found character '\\t' that cannot start any token"),
+        ("runtime: \x07", "c.yaml:3: not valid YAML: the character '\\x07' is not allowed"),
+        ("---\nmodel: {}", "c.yaml:3: not valid YAML: expected a single document in the stream, "
+         "but found another document"),
+        ("extends: 5", "c.yaml:3: extends = 5: expected a path, or a list of paths"),
+        ("extends: bsae.yaml", "c.yaml:3: extends: there is no file bsae.yaml; did you mean "
+         "base.yaml?"),
+        ("extends: .", "c.yaml:3: extends: . is a directory, not a YAML file"),
+        ("extends: c.yaml", "c.yaml:3: extends: files extend each other in a cycle: c.yaml -> "
+         "c.yaml"),
+        ("kv_cache: {memory: 1GiB, num_blocks: 5}", "c.yaml:3: kv_cache.num_blocks = 5: "
+         "kv_cache.memory gives the size of the cache already; expected one of the two "
+         "(kv_cache.memory stands in c.yaml:3)"),
+    ],
+)  # fmt: skip
+def test_one_wrong_line_is_one_exact_report(problems, write, monkeypatch, line, reported):
+    monkeypatch.delenv("UNSET_X", raising=False)
+    write("base.yaml", HEAD)
+    (said,) = problems(HEAD + line)
+    assert said == reported
+
+
+@pytest.mark.parametrize(
+    ("override", "reported"),
+    [
+        ("foo", "--set foo: expected KEY=VALUE, such as scheduler.max_num_seqs=64"),
+        ("=1", "--set =1: expected KEY=VALUE, such as scheduler.max_num_seqs=64"),
+        ("a..b=1", "--set a..b=1: expected KEY=VALUE, such as scheduler.max_num_seqs=64"),
+        ("runtime.seed=[1", "--set runtime.seed=[1: runtime.seed: not valid YAML: while parsing a "
+         "flow sequence, expected ',' or ']', but got '<stream end>'"),
+        ("runtime.sed=1", "--set runtime.sed=1: runtime.sed = 1: unknown key; expected one of "
+         "device, num_threads, seed, debug; did you mean seed?"),
+        ("runtime=1", "--set runtime=1: runtime = 1: expected a mapping with some of device, "
+         "num_threads, seed, debug"),
+        ("runtime.seed.x=1", '--set runtime.seed.x=1: runtime.seed = {"x": 1}: expected an'
+         " integer of at least 0"),
+        ("runtime.seed=abc", '--set runtime.seed=abc: runtime.seed = "abc": expected an integer '
+         "of at least 0"),
+        ("model.dtype=fp16", '--set model.dtype=fp16: model.dtype = "fp16": expected one of auto, '
+         "float32, bfloat16, float16"),
+        ("model.path=", "--set model.path=: model.path = null: expected text that is not empty"),
+        ("model.tokenizer=yes", "--set model.tokenizer=yes: model.tokenizer = true: expected text "
+         "or null"),
+        ("scheduler.policy=plian", '--set scheduler.policy=plian: scheduler.policy = "plian": no '
+         "plugin registers this name; expected one of broken, demanding, frozen, illtyped, plain, "
+         "tuned; did you mean plain?"),
+        ("scheduler.policy=cfgkit:Plain", "--set scheduler.policy=cfgkit:Plain: scheduler.policy "
+         '= "cfgkit:Plain": no plugin registers this name; expected one of broken, demanding, '
+         "frozen, illtyped, plain, tuned"),
+        ("kv_cache.quantizer=fp8", '--set kv_cache.quantizer=fp8: kv_cache.quantizer = "fp8": no '
+         "plugin registers this name; expected null, since none is installed"),
+        ("attention.options.x=1", '--set attention.options.x=1: attention.options = {"x": 1}: '
+         "options of no component; expected attention.backend to name the component that they "
+         "belong to"),
+        ("scheduler.options.x=1", "--set scheduler.options.x=1: scheduler.options.x = 1: unknown "
+         "key; expected nothing, for there are no options"),
+        ("scheduler.options.window=1", "--set scheduler.options.window=1: scheduler.options.window "
+         "= 1: an option of tuned, but scheduler.policy is plain; expected nothing, for there are "
+         "no options"),
+    ],
+)  # fmt: skip
+def test_one_wrong_override_is_one_exact_report(problems, plugins, override, reported):
+    plugins.skipped.clear()  # what else is installed here is no part of the message
+    (said,) = problems(HEAD, [override])
+    assert said == reported
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "reported"),
+    [
+        ("tuned", "{windw: 1}", "options.windw = 1: unknown key; expected one of window, share, "
+         "order, tenants, weights, aging, note; did you mean window?"),
+        ("tuned", "{depth: 1}", "options.depth = 1: an option of frozen, but scheduler.policy is "
+         "tuned; expected one of window, share, order, tenants, weights, aging, note"),
+        ("tuned", "{window: x}", 'options.window = "x": expected an integer'),
+        ("tuned", "{order: dead}", 'options.order = "dead": expected one of ARRIVAL, DEADLINE'),
+        ("tuned", "{aging: 3}", "options.aging = 3: expected a mapping with some of half_life, "
+         "enabled"),
+        ("tuned", "{aging: {half: 3}}", "options.aging.half = 3: unknown key; expected one of "
+         "half_life, enabled; did you mean half_life?"),
+        ("tuned", "{aging: {enabled: 3}}", "options.aging.enabled = 3: expected true or false"),
+        ("tuned", "{weights: {a: b}}", 'options.weights = {"a": "b"}: Value \'b\' of type \'str\' '
+         "could not be converted to Float; expected a mapping"),
+        ("tuned", "{window: 101}", "options: window must be at most 100, a step has no more"),
+        ("demanding", "{}", "options.url: required, but not given; expected text"),
+        ("frozen", "{depth: x}", 'options.depth = "x": expected an integer'),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_of_a_component_is_one_exact_report(problems, policy, options, reported):
+    text = f"model: {{path: m}}\nscheduler:\n  policy: {policy}\n  options: {options}"
+    (said,) = problems(text)
+    assert said == f"c.yaml:4: scheduler.{reported}"
+
+
+def test_a_component_that_cannot_be_imported_or_configured_is_reported(problems):
+    (said,) = problems("model: {path: m}\nscheduler: {policy: broken}")
+    assert said.startswith("c.yaml:2: scheduler.policy = \"broken\": scheduler 'broken' ")
+    assert "No module named 'cfgkit_missing'" in said
+    (said,) = problems("model: {path: m}\nscheduler: {policy: illtyped}")
+    assert "IllTyped.Config cannot be filled from YAML" in said
+
+
+def test_a_required_key_that_is_not_given_is_reported(problems):
+    expected = "model.path: required, but not given; expected text that is not empty"
+    (said,) = problems("scheduler: {policy: plain}")
+    assert said.endswith(f"c.yaml: {expected}")
+    (said,) = problems("scheduler: {policy: plain}\nmodel: {dtype: auto}")
+    assert said == f"c.yaml:2: {expected}"
+
+
+def test_a_whole_prompt_must_fit_a_step_without_chunked_prefill(problems):
+    text = """
+    model: {path: m, max_model_len: 4096}
+    scheduler:
+      policy: plain
+      enable_chunked_prefill: false
+    """
+    (said,) = problems(text)
+    assert said == (
+        "c.yaml:3: scheduler.max_num_batched_tokens = 2048: without enable_chunked_prefill a whole "
+        "prompt must fit in one step; expected at least model.max_model_len, which is 4096"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reported"),
+    [
+        ("", "c.yaml: the file is empty; expected sections such as 'model:'"),
+        ("# nothing\n", "c.yaml: the file is empty; expected sections such as 'model:'"),
+        ("- a\n- b", "c.yaml: the file is not a mapping; expected sections such as 'model:'"),
+        ("just text", "c.yaml: the file is not a mapping; expected sections such as 'model:'"),
+        (b"model:\n  path: \xff", "c.yaml: c.yaml is not UTF-8 text (line 2)"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_report(problems, content, reported):
+    (said,) = problems(content)
+    assert said.startswith(reported)
+
+
+def test_a_file_that_is_not_there_is_reported_with_the_nearest(write, plugins):
+    path = write("smollm2.yaml", HEAD)
+    with pytest.raises(ConfigError, match=r"no file smolm2\.yaml; did you mean smollm2\.yaml\?"):
+        load_config(path.with_name("smolm2.yaml"), (), plugins)
+    with pytest.raises(ConfigError, match="is a directory"):
+        load_config(path.parent, (), plugins)
+
+
+def test_a_cycle_is_reported_with_its_whole_chain(problems, write):
+    write("b.yaml", "extends: d.yaml")
+    write("d.yaml", "runtime: {seed: 1}\nextends: b.yaml")
+    (said,) = problems(f"{HEAD}extends: b.yaml")
+    assert said == (
+        "d.yaml:2: extends: files extend each other in a cycle: b.yaml -> d.yaml -> b.yaml"
+    )
+
+
+def test_everything_wrong_in_all_files_overrides_and_components_comes_at_once(problems, write):
+    write("base.yaml", "runtime: {seed: abc}\nscheduler: {max_num_seqs: 0, policy: plain}")
+    write("bad.yaml", "runtime: [")
+    said = problems(
+        """
+        extends: [base.yaml, bad.yaml, gone.yaml]
+        modell: {path: m}
+        runtime: {seed: 1, device: '${env:UNSET_X}'}
+        scheduler: {policy: nope}
+        attention: {backend: auto, options: {a: 1}}
+        """,
+        ["foo", "kv_cache.num_block=1", "kv_cache.memory=lots"],
+    )
+    for start in (
+        "bad.yaml:1: not valid YAML",
+        "c.yaml:2: extends: there is no file gone.yaml",
+        "--set foo: expected KEY=VALUE",
+        'base.yaml:1: runtime.seed = "abc"',
+        "c.yaml:3: modell = ",
+        "c.yaml:4: runtime.device = ",
+        "base.yaml:2: scheduler.max_num_seqs = 0",
+        "--set kv_cache.num_block=1: kv_cache.num_block = 1: unknown key",
+        "--set kv_cache.memory=lots: kv_cache.memory = ",
+        'c.yaml:5: scheduler.policy = "nope"',
+        "c.yaml:6: attention.options = ",
+    ):
+        assert [line for line in said if line.startswith(start)], (start, said)
+    assert len(said) == 11  # and not that model.path is missing: a file could not be read
+
+
+def test_the_message_of_several_problems_counts_and_lists_them(write, plugins):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("c.yaml", HEAD), ["a=1", "b=2"], plugins)
+    first, *rest = str(caught.value).splitlines()
+    assert first == "2 problems in the configuration:"
+    assert rest == [f"  {problem}" for problem in caught.value.problems]
+
+
+class TestPlugins:
+    """What the configuration needs of its plugins, loaded by its own lists."""
+
+    @pytest.fixture(autouse=True)
+    def _installed(self, plugins, site, caplog):
+        caplog.set_level(logging.CRITICAL)
+        site.install("pageloom-bad", {"bad": "import nothing_of_that_name"}, bad="bad")
+
+    def load(self, write, text):
+        with pytest.raises(ConfigError) as caught:
+            load_config(write("c.yaml", HEAD + text))
+        return [str(problem) for problem in caught.value.problems]
+
+    def test_an_unknown_name_in_a_list_is_reported_at_the_list(self, write):
+        (said,) = self.load(write, "plugins:\n  allow: [cfgkit]\n  deny: [cfgkitt]")
+        start = (
+            "c.yaml:5: plugins.deny: 'cfgkitt' is not installed, did you mean 'cfgkit'? there are"
+        )
+        assert said.startswith(start)
+
+    def test_an_unknown_name_in_the_environment_is_reported_there(self, write, monkeypatch):
+        monkeypatch.setenv("PAGELOOM_PLUGINS", "cfgkit,nope")
+        (said,) = self.load(write, "")
+        assert said.startswith("environment: PAGELOOM_PLUGINS: 'nope' is not installed")
+
+    def test_an_allowed_plugin_that_failed_stops_start_up(self, write):
+        (said,) = self.load(write, "plugins: {allow: [cfgkit, bad]}")
+        assert said.startswith("c.yaml:3: plugins.allow = \"bad\": plugin 'bad' (pageloom-bad 1.0)")
+        assert "No module named 'nothing_of_that_name'" in said
+
+    def test_a_name_that_a_failed_or_excluded_plugin_may_own_says_so(self, write):
+        (said,) = self.load(write, "kv_cache: {quantizer: q}\nplugins: {deny: [pageloom]}")
+        assert "plugin 'bad' (pageloom-bad 1.0) failed to load: ModuleNotFoundError" in said
+        assert "not loaded because of an allow or deny list: attention (pageloom)" in said
+
+    def test_a_failed_plugin_that_nobody_needs_does_not_stop_start_up(self, write):
+        assert load_config(write("c.yaml", HEAD)).scheduler.policy == "plain"
+
+    def test_a_wrong_list_keeps_plugins_from_being_imported_at_all(self, write, monkeypatch):
+        monkeypatch.setattr(Plugins, "load", lambda *_: pytest.fail("loaded"))
+        (said,) = self.load(write, "plugins: {allow: cfgkit}")
+        assert said.startswith('c.yaml:3: plugins.allow = "cfgkit": expected a list')
+
+    def test_a_clash_is_reported_with_the_rest(self, write, site):
+        module = (
+            "from pageloom.contract import hookimpl\ncontract_version = '1.0'\n"
+            "@hookimpl\ndef register_schedulers(register): register('plain', 'x:X')"
+        )
+        site.install("pageloom-clash", {"clash": module}, clash="clash")
+        said = self.load(write, "runtime: {seed: -1}")
+        assert len(said) == 2
+        assert "'plain' is registered by both pageloom-cfgkit" in said[1]

@@ -1,0 +1,403 @@
+import logging
+import re
+import subprocess
+import sys
+import timeit
+
+import pytest
+
+import distributions
+from pageloom.contract import CONTRACT_VERSION, Scheduler, hookimpl, hooks
+from pageloom.plugins import KINDS, OBSERVERS, ComponentEntry, PluginError, Plugins
+
+site = distributions.site
+
+HOOKS = {
+    name: spec for name in dir(hooks) if hasattr(spec := getattr(hooks, name), "pageloom_spec")
+}
+
+REGISTERS = """
+    from pageloom.contract import hookimpl
+    contract_version = "1.0"
+
+    @hookimpl
+    def register_schedulers(register):
+        register("{name}", "{target}")
+    """
+
+POLICY = """
+    from pageloom.contract import Scheduler
+
+    class Lifo(Scheduler):
+        def schedule(self, view, plan):
+            pass
+
+    class Unfinished(Scheduler):
+        pass
+
+    class Unrelated:
+        pass
+    """
+
+
+def source(body="", version="1.0"):
+    return f"from pageloom.contract import hookimpl\ncontract_version = {version!r}\n{body}"
+
+
+def test_every_component_that_comes_with_pageloom_is_registered_like_anyones(site):
+    found = {(entry.kind, entry.name) for entry in Plugins.load(allow=["pageloom"]).components}
+    assert found >= {
+        ("scheduler", "fcfs"),
+        ("attention_backend", "naive_contiguous"),
+        ("attention_backend", "torch_paged"),
+        ("weight_loader", "hf"),
+        ("weight_loader", "gguf"),
+        ("weight_loader", "dummy"),
+    }
+
+
+def test_a_component_is_listed_without_importing_it_and_imported_when_asked_for(site):
+    modules = {"lifo": REGISTERS.format(name="lifo", target="lifo_policy:Lifo")}
+    site.install("pageloom-lifo", {**modules, "lifo_policy": POLICY}, "0.3", lifo="lifo")
+    plugins = Plugins.load(allow=["lifo"])
+    assert plugins.components == [
+        ComponentEntry("scheduler", "lifo", "lifo_policy:Lifo", "pageloom-lifo", "0.3")
+    ]
+    assert plugins.names("scheduler") == ["lifo"]
+    assert "lifo_policy" not in sys.modules
+    assert issubclass(plugins.get("scheduler", "lifo"), Scheduler)
+
+
+def test_loading_imports_no_torch():
+    script = (
+        "import sys; from pageloom.plugins import Plugins;"
+        "print(len(Plugins.load().components), 'torch' in sys.modules)"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert re.fullmatch(r"\d+ False\n", printed.stdout), printed
+
+
+def test_an_unknown_component_is_reported_with_the_nearest_and_all_names(site):
+    modules = {"lifo": REGISTERS.format(name="lifo", target="lifo_policy:Lifo")}
+    site.install("pageloom-lifo", modules, lifo="lifo")
+    with pytest.raises(PluginError, match=r"no scheduler 'lifoo'; did you mean 'lifo'\? .*lifo"):
+        Plugins.load(allow=["lifo"]).get("scheduler", "lifoo")
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("lifo_policy:Unfinished", "does not implement schedule"),
+        ("lifo_policy:Unrelated", "not a subclass of pageloom.contract.Scheduler"),
+        ("lifo_policy:Nowhere", "module lifo_policy has no Nowhere"),
+        ("lifo_broken:Lifo", "cannot be imported: ImportError: needs a compiler"),
+        ("lifo_nowhere:Lifo", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_reported_with_its_owner(site, target, reason):
+    modules = {
+        "lifo": REGISTERS.format(name="lifo", target=target),
+        "lifo_policy": POLICY,
+        "lifo_broken": "raise ImportError('needs a compiler')",
+    }
+    site.install("pageloom-lifo", modules, "0.3", lifo="lifo")
+    plugins = Plugins.load(allow=["lifo"])
+    with pytest.raises(PluginError, match=f"'lifo' .*of pageloom-lifo 0.3.*{reason}"):
+        plugins.get("scheduler", "lifo")
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, r'does not state .* needs contract_version = "1\.0"'),
+        ('"one"', r"contract_version is 'one', which is not of the form"),
+        ("1.0", r"contract_version is 1\.0, which is not of the form"),
+        ('"2.0"', r"contract 2\.0 and this engine has 1\.0, another major version"),
+        ('"0.9"', r"contract 0\.9 and this engine has 1\.0, another major version"),
+        ('"1.7"', r"contract 1\.7 and this engine has 1\.0; upgrade pageloom"),
+    ],
+)
+def test_a_plugin_for_another_contract_is_refused_by_name(site, caplog, version, reason):
+    stated = "" if version is None else f"contract_version = {version}"
+    module = REGISTERS.format(name="x", target="x:X").replace('contract_version = "1.0"', stated)
+    site.install("pageloom-old", {"old": module}, old="old")
+    plugins = Plugins.load(allow=["old"])
+    (failure,) = plugins.failures
+    assert plugins.components == []
+    assert re.search(
+        rf"plugin 'old' \(pageloom-old 1\.0\) failed to load: .*{reason}", str(failure)
+    )
+    assert str(failure) in caplog.messages
+
+
+def test_the_engines_own_contract_version_is_accepted(site):
+    site.install("pageloom-same", {"same": source(version=CONTRACT_VERSION)}, same="same")
+    assert Plugins.load(allow=["same"]).failures == []
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_"),
+        ("def f(:", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("@hookimpl\ndef register_schedulers(register):\n    1 / 0", "ZeroDivisionError"),
+        (
+            "@hookimpl\ndef register_schedulers(register):\n    register('a', 'm:A')\n"
+            "    register('b', 'm.B')",
+            r"ValueError: target 'm.B' is not of the form 'package.module:Class'",
+        ),
+        (
+            "@hookimpl\ndef register_schedulers(register):\n    register('auto', 'm:B')",
+            "ValueError: 'auto' cannot be the name of a scheduler",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_is_kept_with_its_traceback_and_the_others_load(
+    site, caplog, body, reason
+):
+    caplog.set_level(logging.DEBUG, "pageloom")
+    site.install("pageloom-bad", {"bad": source(body)}, bad="bad")
+    site.install("pageloom-good", {"good": REGISTERS.format(name="g", target="g:G")}, good="good")
+    plugins = Plugins.load(allow=["bad", "good"])
+    assert plugins.names("scheduler") == ["g"]
+    (failure,) = plugins.failures
+    assert re.search(rf"'bad' \(pageloom-bad 1.0\) failed to load: {reason}", str(failure))
+    assert "Traceback" in failure.traceback
+    warning = next(record for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.message == str(failure)
+    assert "\n" not in warning.message
+    assert failure.traceback in caplog.messages
+    with pytest.raises(PluginError, match=r"'bad' .*failed to load"):
+        plugins.get("scheduler", "a")
+
+
+def test_a_function_that_matches_no_hook_is_an_error_with_the_nearest_hook(site):
+    body = "@hookimpl\ndef register_scheduler(register): pass"
+    site.install("pageloom-typo", {"typo": source(body)}, typo="typo")
+    message = r"'typo' \(pageloom-typo 1.0\): function register_scheduler implements no hook .*"
+    with pytest.raises(PluginError, match=message + "did you mean 'register_schedulers'"):
+        Plugins.load(allow=["typo"])
+
+
+def test_an_argument_that_a_hook_does_not_have_is_an_error(site):
+    body = "@hookimpl\ndef step_finished(record, engine): pass"
+    site.install("pageloom-typo", {"typo": source(body)}, typo="typo")
+    with pytest.raises(PluginError, match=r"'typo' .*'engine'"):
+        Plugins.load(allow=["typo"])
+
+
+def test_two_plugins_that_claim_one_name_are_both_named(site):
+    for package in ("first", "second"):
+        modules = {package: REGISTERS.format(name="lifo", target=f"{package}:Lifo")}
+        site.install(f"pageloom-{package}", modules, **{package: package})
+    message = r"scheduler 'lifo' is registered by both pageloom-first 1.0 .*pageloom-second 1.0"
+    with pytest.raises(PluginError, match=message):
+        Plugins.load(allow=["first", "second"])
+    assert Plugins.load(["first", "second"], deny=["first"]).names("scheduler") == ["lifo"]
+
+
+def test_the_same_name_for_two_kinds_is_no_clash(site):
+    body = """
+@hookimpl
+def register_schedulers(register): register("x", "x:X")
+@hookimpl
+def register_weight_loaders(register): register("x", "x:X")
+"""
+    site.install("pageloom-x", {"x": source(body)}, x="x")
+    assert [entry.kind for entry in Plugins.load(["x"]).components] == [
+        "scheduler",
+        "weight_loader",
+    ]
+
+
+def test_two_entry_points_for_one_module_are_an_error(site):
+    site.install("pageloom-x", {"x": source()}, one="x", two="x")
+    with pytest.raises(PluginError, match=r"'two' .*is already registered as pageloom-x:one"):
+        Plugins.load(["pageloom-x"])
+
+
+class TestLimits:
+    @pytest.fixture(autouse=True)
+    def _installed(self, site):
+        for name in ("aa", "bb", "cc"):
+            modules = {name: REGISTERS.format(name=name, target=f"{name}:X")}
+            site.install(f"Pageloom_{name}", modules, **{name: name})
+
+    @pytest.mark.parametrize(
+        ("allow", "deny", "variable", "loaded"),
+        [
+            (["aa", "bb"], [], None, ["aa", "bb"]),
+            (["pageloom-aa", "PAGELOOM.BB"], [], None, ["aa", "bb"]),
+            (["aa", "bb"], ["pageloom_bb"], None, ["aa"]),
+            (["aa", "bb"], [], "bb, cc", ["bb"]),
+            (None, [], "pageloom-cc", ["cc"]),
+            (None, ["cc"], "pageloom-cc", []),
+            (None, ["pageloom"], None, ["aa", "bb", "cc"]),
+            (None, [], "", []),
+            ([], [], None, []),
+        ],
+    )
+    def test_what_is_loaded(self, monkeypatch, allow, deny, variable, loaded):
+        if variable is not None:
+            monkeypatch.setenv("PAGELOOM_PLUGINS", variable)
+        assert Plugins.load(allow, deny).names("scheduler") == loaded
+
+    def test_what_is_denied_is_not_even_imported(self, site):
+        site.install("pageloom-dd", {"dd": "raise SystemExit"}, dd="dd")
+        plugins = Plugins.load(deny=["dd", "pageloom"])
+        assert plugins.failures == []
+        assert "dd (pageloom-dd)" in plugins.unloaded()
+
+    def test_an_unknown_name_is_an_error_that_lists_what_there_is(self, monkeypatch):
+        for arguments, key in (({"allow": ["aaa"]}, "allow"), ({"deny": ["aaa"]}, "deny")):
+            message = rf"plugins\.{key}: 'aaa' is not installed, did you mean 'aa'\? .*bb, cc"
+            with pytest.raises(PluginError, match=message):
+                Plugins.load(**arguments)
+        monkeypatch.setenv("PAGELOOM_PLUGINS", "aa,zz")
+        with pytest.raises(PluginError, match="PAGELOOM_PLUGINS: 'zz' is not installed"):
+            Plugins.load()
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def engine_started(self, info):
+        self.seen.append(("engine_started", info))
+
+    @hookimpl
+    def step_finished(self, record):
+        self.seen.append(("step_finished", record))
+
+    @hookimpl
+    def request_finished(self, record):
+        self.seen.append(("request_finished", record))
+
+
+class Faulty(Recorder):
+    @hookimpl
+    def step_finished(self):
+        self.seen.append("faulty")
+        raise RuntimeError("no disk left")
+
+
+def test_every_hook_is_documented():
+    assert len(HOOKS) == len(KINDS) + len(OBSERVERS)
+    for name, spec in HOOKS.items():
+        assert "New in 1." in (spec.__doc__ or ""), name
+
+
+def test_every_hook_is_called(site, capsys):
+    bodies = []
+    for name in HOOKS:
+        if name in OBSERVERS:
+            argument = "info" if name == "engine_started" else "record"
+            body = f"print('{name}', {argument})"
+        else:
+            argument = "register"
+            body = f"register('all', 'all_hooks:{name}')"
+        bodies.append(f"@hookimpl\ndef {name}({argument}): {body}\n")
+    site.install("pageloom-all", {"all_hooks": source("".join(bodies))}, all="all_hooks")
+    plugins = Plugins.load(["all"])
+    targets = {entry.target.removeprefix("all_hooks:") for entry in plugins.components}
+    assert targets == set(HOOKS) - set(OBSERVERS)
+    plugins.notify("engine_started", info=1)
+    plugins.notify("step_finished", record=2)
+    plugins.notify("request_finished", record=3)
+    assert capsys.readouterr().out == "engine_started 1\nstep_finished 2\nrequest_finished 3\n"
+
+
+def test_observers_of_plugins_and_of_run_time_are_told(site, capsys):
+    body = "@hookimpl\ndef step_finished(record): print('plugin saw', record)"
+    site.install("pageloom-watch", {"watch": source(body)}, watch="watch")
+    plugins, recorder = Plugins.load(["watch"]), Recorder()
+    plugins.register_observer(recorder)
+    plugins.notify("engine_started", info="i")
+    plugins.notify("step_finished", record="s")
+    plugins.notify("request_finished", record="r")
+    assert recorder.seen == [
+        ("engine_started", "i"),
+        ("step_finished", "s"),
+        ("request_finished", "r"),
+    ]
+    assert capsys.readouterr().out == "plugin saw s\n"
+
+
+def test_an_observer_that_raises_is_logged_once_and_never_called_again(caplog):
+    plugins, faulty, recorder = Plugins(), Faulty(), Recorder()
+    plugins.register_observer(recorder)
+    plugins.register_observer(faulty)
+    for step in range(3):
+        plugins.notify("step_finished", record=step)
+    plugins.notify("request_finished", record="r")
+    assert faulty.seen == ["faulty"]
+    assert [record for _, record in recorder.seen] == [0, 1, 2, "r"]
+    (record,) = caplog.records
+    assert re.search(r"Faulty@\w+ raised in step_finished and is not called again", record.message)
+    assert record.exc_info[1].args == ("no disk left",)
+
+
+def test_an_observer_of_a_plugin_that_raises_is_logged_with_the_plugins_name(site, caplog):
+    body = "@hookimpl\ndef step_finished(): 1 / 0"
+    site.install("pageloom-watch", {"watch": source(body)}, watch="watch")
+    plugins = Plugins.load(["watch"])
+    for _ in range(2):
+        plugins.notify("step_finished", record=None)
+    assert caplog.messages == [
+        "plugin pageloom-watch:watch raised in step_finished and is not called again"
+    ]
+
+
+def test_notifying_nobody_costs_about_a_microsecond():
+    plugins = Plugins()
+    times = timeit.repeat(
+        lambda: plugins.notify("step_finished", record=None), number=1000, repeat=20
+    )
+    assert min(times) / 1000 < 2e-6
+
+
+class Nothing:
+    pass
+
+
+class Registers:
+    @hookimpl
+    def register_schedulers(self, register): ...
+
+
+class Misspelt:
+    @hookimpl
+    def step_finish(self): ...
+
+
+class Unhashable(Recorder):
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Nothing, "it implements none"),
+        (Registers, "nothing else; it implements register_schedulers"),
+        (Misspelt, "did you mean 'step_finished'"),
+        (Unhashable, "must be hashable"),
+    ],
+)
+def test_only_observers_are_accepted_at_run_time(kind, reason):
+    plugins = Plugins()
+    with pytest.raises(PluginError, match=reason):
+        plugins.register_observer(kind())
+    plugins.notify("step_finished", record=None)
+
+
+def test_hook_calls_are_traced_to_stderr_if_asked(site, monkeypatch, capsys):
+    modules = {"lifo": REGISTERS.format(name="lifo", target="lifo_policy:Lifo")}
+    site.install("pageloom-lifo", modules, lifo="lifo")
+    monkeypatch.setenv("PAGELOOM_TRACE", "0")
+    Plugins.load(["lifo"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("PAGELOOM_TRACE", "1")
+    Plugins.load(["lifo"])
+    assert "register_schedulers" in capsys.readouterr().err
