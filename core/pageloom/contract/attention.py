@@ -168,6 +168,10 @@ class AttentionBackend(Component, ABC):
     native_quantizers: ClassVar[frozenset[str]] = frozenset()
     """Names of the KV formats that the kernels read and write themselves."""
 
+    auto_rank: ClassVar[int] = 0
+    """``backend: auto`` takes the highest rank among the backends whose `check` accepts. 0 means
+    that the backend runs only when it is named."""
+
     def __init__(self, config: Any, spec: AttentionSpec, quantizer: KVQuantizer | None) -> None:
         """``quantizer`` is the instance behind ``spec.quantizer``, None if that is None."""
         super().__init__(config)

@@ -124,7 +124,7 @@ class SchedulerView(Protocol):
 
     @property
     def waiting(self) -> Collection[RequestView]:
-        """Preempted requests, oldest first, then the queue in order of arrival.
+        """Preempted requests, the latest preempted first, then the queue in order of arrival.
 
         Iterate lazily where you can: the queue may hold hundreds of thousands.
         """

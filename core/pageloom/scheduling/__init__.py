@@ -1,0 +1,19 @@
+"""Requests, their branches, and the plan of a step. Integers only."""
+
+from pageloom.scheduling.params import SamplingParams
+from pageloom.scheduling.plan import Chunk, Limits, StepPlan
+from pageloom.scheduling.planner import Planner, PolicyError, RequestTooLargeError
+from pageloom.scheduling.request import Branch, FinishReason, Request
+
+__all__ = [
+    "Branch",
+    "Chunk",
+    "FinishReason",
+    "Limits",
+    "Planner",
+    "PolicyError",
+    "Request",
+    "RequestTooLargeError",
+    "SamplingParams",
+    "StepPlan",
+]

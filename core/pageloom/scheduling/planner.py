@@ -1,0 +1,219 @@
+"""From queued requests to a step plan, and from sampled tokens back to requests."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pageloom.contract import RequestRecord, RequestView, Scheduler
+from pageloom.memory import BlockPool, BlockTable, blocks_for, check_integrity
+from pageloom.scheduling.plan import Chunk, Limits, StepPlan
+from pageloom.scheduling.request import Branch, FinishReason, Request, Status
+
+
+class RequestTooLargeError(ValueError):
+    """A request that could never run: longer than the model, the pool or a step allows."""
+
+
+class PolicyError(RuntimeError):
+    """The scheduling policy raised, or made no progress. Names the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """Implements `pageloom.contract.SchedulerView`."""
+
+    now: float
+    running: tuple[RequestView, ...]
+    waiting: WaitingView
+
+
+class WaitingView:
+    """The waiting requests in order, read-only and lazy: the queue may be very long."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self, waiting: Mapping[str, Request]) -> None:
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return (request.view for request in self._waiting.values())
+
+    def __contains__(self, view: object) -> bool:
+        return getattr(view, "request_id", None) in self._waiting
+
+
+class Planner:
+    """Owns every open request and every block; the only one who moves them.
+
+    A request is added, planned for step after step, advanced by what the step sampled, and
+    finished. Not thread-safe: it belongs to the engine's thread.
+    """
+
+    # A plan that grants nothing may be a preemption that makes room. Two in a row are a policy
+    # that is stuck: no request changes between them.
+    MAX_EMPTY_PLANS = 2
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        limits: Limits,
+        *,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.pool = pool
+        self.limits = limits
+        self.policy = policy
+        self.clock = clock
+        # An OrderedDict and not a dict: taking from a dict's head again and again is quadratic.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.running: dict[str, Request] = {}
+        self._empty_plans = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.running or request_id in self.waiting
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestTooLargeError` if it could never run, and `ValueError`
+        if its id is taken or its prompt is empty; then nothing is changed."""
+        if request.request_id in self:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self._check_size(request)
+        request.open(self.pool, self.limits.block_size, self.limits.max_model_len)
+        self.waiting[request.request_id] = request
+
+    def plan(self) -> StepPlan:
+        """Let the policy plan a step, and move the requests that it admitted or preempted.
+
+        Raises `PolicyError` if the policy raises or is stuck. No block is lost then, and every
+        request can still be finished.
+        """
+        seats = sum(len(request.branches) for request in self.running.values())
+        plan = StepPlan(self.pool, self.limits, self.limits.max_num_seqs - seats)
+        view = QueueView(
+            now=self.clock(),
+            running=tuple(request.view for request in self.running.values()),
+            waiting=WaitingView(self.waiting),
+        )
+        try:
+            self.scheduler.schedule(view, plan)
+        except Exception as error:
+            raise PolicyError(
+                f"scheduling policy {self.policy!r} failed: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._commit(plan, view.now)
+        self._detect_stall(plan)
+        return plan
+
+    def advance(self, chunk: Chunk, token_id: int | None) -> None:
+        """Record that a chunk was computed, and the token sampled from it (None if none was)."""
+        branch = chunk.branch
+        branch.num_computed = chunk.stop
+        if token_id is not None:
+            branch.output_token_ids.append(token_id)
+            if branch.request.first_token_time is None:
+                branch.request.first_token_time = self.clock()
+
+    def finish(self, request: Request, reason: FinishReason) -> RequestRecord:
+        """End a request in whatever state it is, free its blocks and tell what became of it."""
+        if request.status is Status.FINISHED:
+            raise ValueError(f"request {request.request_id} is finished already")
+        self.running.pop(request.request_id, None)
+        self.waiting.pop(request.request_id, None)
+        for branch in request.branches:
+            branch.table.release()
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        return RequestRecord(
+            request_id=request.request_id,
+            user=request.user,
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=request.num_cached,
+            output_tokens=sum(len(branch.output_token_ids) for branch in request.branches),
+            preemptions=request.num_preemptions,
+            arrived=request.arrival_time,
+            first_scheduled=request.first_scheduled_time,
+            first_token=request.first_token_time,
+            finished=self.clock(),
+        )
+
+    def branches(self) -> Iterator[Branch]:
+        """Branches of running requests: all that hold blocks."""
+        return (branch for request in self.running.values() for branch in request.branches)
+
+    def check_integrity(self) -> None:
+        """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly."""
+        tables: list[BlockTable] = [
+            branch.table
+            for queue in (self.running, self.waiting)
+            for request in queue.values()
+            for branch in request.branches
+        ]
+        check_integrity(self.pool, tables)
+
+    def _commit(self, plan: StepPlan, now: float) -> None:
+        for request in plan.admitted:
+            del self.waiting[request.request_id]
+            self.running[request.request_id] = request
+            request.status = Status.RUNNING
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = now
+        for request in plan.preempted:
+            del self.running[request.request_id]
+            self.waiting[request.request_id] = request
+            self.waiting.move_to_end(request.request_id, last=False)
+            request.status = Status.WAITING
+
+    def _detect_stall(self, plan: StepPlan) -> None:
+        if plan.chunks or not self.has_requests:
+            self._empty_plans = 0
+            return
+        self._empty_plans += 1
+        if self._empty_plans >= self.MAX_EMPTY_PLANS:
+            raise PolicyError(
+                f"scheduling policy {self.policy!r} makes no progress: {self._empty_plans} steps "
+                f"in a row ran nothing with {len(self.running)} requests running, "
+                f"{len(self.waiting)} waiting and {self.pool.num_free} of "
+                f"{self.pool.num_blocks} blocks free"
+            )
+
+    def _check_size(self, request: Request) -> None:
+        limits, prompt = self.limits, len(request.prompt_token_ids)
+        name = f"request {request.request_id}"
+        if not prompt:
+            raise ValueError(f"{name} has an empty prompt; give at least one token")
+        if prompt >= limits.max_model_len:
+            raise RequestTooLargeError(
+                f"{name} has a prompt of {prompt} tokens, but max_model_len is "
+                f"{limits.max_model_len} and must leave room for one output token"
+            )
+        asked = request.params.max_tokens
+        total = min(prompt + (asked or limits.max_model_len), limits.max_model_len)
+        # The last token is returned and never computed.
+        needed = blocks_for(total - 1, limits.block_size)
+        if needed > self.pool.num_blocks:
+            raise RequestTooLargeError(
+                f"{name} may need {needed} KV blocks ({prompt} prompt + {total - prompt} output "
+                f"tokens, {limits.block_size} per block), but the pool has {self.pool.num_blocks}; "
+                f"lower max_tokens, or raise kv_cache.memory"
+            )
+        if not limits.enable_chunked_prefill and total - 1 > limits.max_num_batched_tokens:
+            raise RequestTooLargeError(
+                f"{name} may have to compute {total - 1} tokens in one step, but "
+                f"max_num_batched_tokens is {limits.max_num_batched_tokens} and "
+                f"enable_chunked_prefill is off"
+            )

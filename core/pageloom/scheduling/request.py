@@ -1,0 +1,198 @@
+"""Requests and their branches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pageloom.memory import BlockPool, BlockTable
+from pageloom.scheduling.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Branch:
+    """One sequence of a request: the shared prompt and its own output, and where its KV is."""
+
+    __slots__ = ("index", "num_computed", "output_token_ids", "recompute_until", "request", "table")
+
+    def __init__(self, request: Request, index: int, table: BlockTable) -> None:
+        self.request = request
+        self.index = index
+        self.table = table
+        self.output_token_ids: list[int] = []
+        self.num_computed = 0  # tokens whose KV is in the table's blocks
+        self.recompute_until = 0  # tokens that were computed before a preemption dropped them
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def drop(self) -> None:
+        """Give the blocks back; everything computed so far is pending again."""
+        self.table.release()
+        self.recompute_until = max(self.recompute_until, self.num_computed)
+        self.num_computed = 0
+
+    def tokens(self, start: int, stop: int) -> Sequence[int]:
+        """Token ids at positions ``start .. stop - 1``, prompt and output as one sequence."""
+        prompt = self.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.output_token_ids[start - len(prompt) : stop - len(prompt)]
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
+
+
+class Request:
+    """What a client asked for and how far it has come. Only the planner changes its state."""
+
+    __slots__ = (
+        "arrival_time",
+        "branches",
+        "eos_token_ids",
+        "finish_reason",
+        "first_scheduled_time",
+        "first_token_time",
+        "max_tokens",
+        "metadata",
+        "num_cached",
+        "num_preemptions",
+        "params",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "status",
+        "stop_token_ids",
+        "user",
+        "view",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        user: str = "",
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.arrival_time = arrival_time
+        self.eos_token_ids = eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.stop_token_ids |= eos_token_ids
+        self.priority = priority
+        self.user = user
+        self.metadata = MappingProxyType(dict(metadata))
+        self.max_tokens = 0  # set on arrival, bounded by max_model_len
+        self.branches: list[Branch] = []
+        self.status = Status.WAITING
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.view = View(self)
+
+    def open(self, pool: BlockPool, block_size: int, max_model_len: int) -> None:
+        """Make the first branch; its table is empty until the request is admitted."""
+        room = max_model_len - len(self.prompt_token_ids)
+        asked = self.params.max_tokens
+        self.max_tokens = room if asked is None else min(asked, room)
+        self.branches = [Branch(self, 0, BlockTable(pool, block_size))]
+
+    def stop_reason_of(self, branch: Branch) -> FinishReason | None:
+        """Why the branch ends with the token it got last, or None if it goes on."""
+        count = len(branch.output_token_ids)
+        last = branch.output_token_ids[-1]
+        if last in self.stop_token_ids and count >= self.params.min_tokens:
+            return "stop"
+        return "length" if count >= self.max_tokens else None
+
+
+class View:
+    """The `pageloom.contract.RequestView` of a request: reads through, changes nothing."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __repr__(self) -> str:
+        counts = f"{self.computed_tokens} computed, {self.pending_tokens} pending"
+        return f"<request {self.request_id}: {counts}>"
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def arrival_time(self) -> float:
+        return self._request.arrival_time
+
+    @property
+    def priority(self) -> int:
+        return self._request.priority
+
+    @property
+    def user(self) -> str:
+        return self._request.user
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._request.metadata
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._request.branches)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt_token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._request.num_cached
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(branch.num_computed for branch in self._request.branches)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(branch.output_token_ids) for branch in self._request.branches)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._request.max_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        return sum(branch.num_pending for branch in self._request.branches)
+
+    @property
+    def is_prefill(self) -> bool:
+        return any(branch.num_pending > 1 for branch in self._request.branches)
+
+    @property
+    def preemptions(self) -> int:
+        return self._request.num_preemptions

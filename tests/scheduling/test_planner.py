@@ -1,0 +1,283 @@
+"""Plans and the planner under policies of every kind, from chaotic to stuck."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pageloom.contract import Scheduler
+from pageloom.scheduling import PolicyError, RequestTooLargeError, SamplingParams
+from pageloom.scheduling.request import Status
+from simulation import make_planner, make_request, step
+
+
+class Policy(Scheduler):
+    """A policy made of a function."""
+
+    def __init__(self, function):
+        super().__init__(self.Config())
+        self.schedule = function
+
+    def schedule(self, view, plan): ...
+
+
+def run_all(view, plan):
+    for request in [*view.running, *view.waiting]:
+        plan.run(request)
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_no_policy_can_exceed_a_limit_or_lose_a_block(data):
+    """A policy that runs and preempts at random, while requests arrive and are aborted."""
+
+    def chaos(view, plan):
+        requests = [*view.running, *view.waiting]
+        for request in data.draw(st.permutations(requests)):
+            free, tokens, seats = plan.blocks_free, plan.tokens_left, plan.seats_left
+            action = data.draw(st.sampled_from(["run", "run", "some", "preempt", "skip"]))
+            if action == "run":
+                granted = plan.run(request)
+                assert granted <= min(tokens, request.pending_tokens)
+                assert (plan.refusal is None) == bool(granted)
+                if plan.refusal == "tokens":
+                    assert not tokens or not chunked
+                if plan.refusal == "seats":
+                    assert not seats
+            elif action == "some":
+                most = data.draw(st.integers(1, 9))
+                assert plan.run(request, most) <= most or not chunked
+            elif action == "preempt" and plan.preemptible(request):
+                plan.preempt(request)
+                assert plan.blocks_free >= free
+                assert not plan.preemptible(request)
+            assert plan.tokens_left >= 0
+            assert plan.seats_left >= 0
+
+    chunked = data.draw(st.booleans())
+    planner = make_planner(
+        Policy(chaos),
+        num_blocks=data.draw(st.integers(10, 24)),
+        max_num_seqs=data.draw(st.integers(1, 5)),
+        max_num_batched_tokens=data.draw(st.integers(1, 20)) if chunked else 64,
+        max_model_len=40,
+        enable_chunked_prefill=chunked,
+    )
+    planner.MAX_EMPTY_PLANS = 1 << 30
+    requests = []
+    for number in range(data.draw(st.integers(5, 25))):
+        if data.draw(st.booleans()):
+            request = make_request(
+                number, data.draw(st.integers(1, 25)), data.draw(st.integers(1, 15)), number
+            )
+            requests.append(request)
+            planner.add(request)
+        plan, _ = step(planner)
+        assert sum(chunk.num_tokens for chunk in plan.chunks) == plan.num_tokens
+        assert plan.num_tokens <= planner.limits.max_num_batched_tokens
+        assert len(planner.running) <= planner.limits.max_num_seqs
+        for request in planner.running.values():
+            (branch,) = request.branches
+            assert branch.num_computed <= branch.table.capacity
+            assert request.status is Status.RUNNING
+        for request in planner.waiting.values():
+            assert not request.branches[0].table.blocks
+            assert request.branches[0].num_computed == 0
+        if planner.has_requests and data.draw(st.integers(0, 5)) == 0:
+            pick = data.draw(
+                st.sampled_from([*planner.running.values(), *planner.waiting.values()])
+            )
+            planner.finish(pick, "abort")
+        planner.check_integrity()
+    planner.scheduler = Policy(_patient)
+    while planner.has_requests:
+        step(planner)
+    assert planner.pool.num_used == 0
+    assert all(request.status is Status.FINISHED for request in requests)
+
+
+def _patient(view, plan):
+    """Only the oldest running request, or else the first waiting one."""
+    for other in view.running[1:]:
+        plan.preempt(other)
+    for request in view.running[:1] or list(view.waiting)[:1]:
+        plan.run(request)
+
+
+def test_preemption_keeps_tokens_and_counts_what_is_recomputed():
+    preempt = False
+
+    def policy(view, plan):
+        for request in view.running:
+            if preempt:
+                plan.preempt(request)
+                return
+        run_all(view, plan)
+
+    planner = make_planner(Policy(policy))
+    request = make_request("a", prompt=5, output=9)
+    planner.add(request)
+    step(planner)
+    step(planner)
+    assert request.branches[0].output_token_ids == [1, 1]
+    preempt = True
+    step(planner)
+    preempt = False
+    assert planner.pool.num_used == 0
+    assert request.view.pending_tokens == 7
+    assert request.view.preemptions == 1
+    plan, _ = step(planner)
+    assert [(chunk.num_tokens, chunk.num_recomputed) for chunk in plan.chunks] == [(7, 6)]
+    assert request.branches[0].output_token_ids == [1, 1, 1]
+
+
+def test_preempted_requests_wait_ahead_of_the_queue():
+    def policy(view, plan):
+        for request in reversed(view.running):
+            plan.preempt(request)
+        if not view.running:
+            run_all(view, plan)
+
+    planner = make_planner(Policy(policy), max_num_seqs=2)
+    for name in "abc":
+        planner.add(make_request(name, 4, 4))
+    step(planner)
+    step(planner)
+    assert list(planner.waiting) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("twice", ["run", "preempt"])
+def test_a_request_is_settled_once_in_a_plan(twice):
+    def policy(view, plan):
+        for request in [*view.running, *view.waiting]:
+            plan.run(request)
+            getattr(plan, twice)(request)
+
+    planner = make_planner(Policy(policy))
+    planner.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match=r"'tested' failed: .* already ran or was preempted"):
+        step(planner)
+
+
+def test_a_waiting_request_cannot_be_preempted():
+    planner = make_planner(Policy(lambda view, plan: plan.preempt(next(iter(view.waiting)))))
+    planner.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match="a is not running"):
+        step(planner)
+
+
+def test_a_stranger_is_no_request():
+    planner = make_planner(Policy(lambda view, plan: plan.run("a")))
+    planner.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match="'a' is not a request of this view"):
+        step(planner)
+
+
+def test_a_policy_that_raises_loses_nothing():
+    broken = True
+
+    def policy(view, plan):
+        run_all(view, plan)
+        if broken:
+            raise KeyError("oops")
+
+    planner = make_planner(Policy(policy))
+    planner.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match="scheduling policy 'tested' failed: KeyError: 'oops'"):
+        step(planner)
+    planner.check_integrity()
+    broken = False
+    while planner.has_requests:
+        step(planner)
+    assert planner.pool.num_used == 0
+
+
+def test_a_policy_that_does_nothing_is_reported():
+    planner = make_planner(Policy(lambda view, plan: None))
+    planner.add(make_request("a", 4, 4))
+    planner.plan()
+    with pytest.raises(PolicyError, match=r"'tested' makes no progress: .* 1 waiting"):
+        planner.plan()
+
+
+def test_an_idle_engine_is_no_stall():
+    planner = make_planner(Policy(lambda view, plan: None))
+    for _ in range(5):
+        assert not planner.plan().chunks
+
+
+def test_views_are_read_only():
+    request = make_request("a", 4, 4, metadata={"deadline": 5})
+    with pytest.raises(AttributeError):
+        request.view.priority = -1
+    with pytest.raises(TypeError):
+        request.view.metadata["deadline"] = 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "limits", "message"),
+    [
+        (0, 4, {}, "empty prompt"),
+        (64, 1, {}, "a prompt of 64 tokens, but max_model_len is 64"),
+        (
+            40,
+            20,
+            {"num_blocks": 10},
+            r"15 KV blocks \(40 prompt \+ 20 output",
+        ),
+        (40, None, {"num_blocks": 10}, r"16 KV blocks \(40 prompt \+ 24 output"),
+        (
+            30,
+            4,
+            {"max_num_batched_tokens": 32, "enable_chunked_prefill": False},
+            "33 tokens in one step, but max_num_batched_tokens is 32",
+        ),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused_on_arrival(prompt, output, limits, message):
+    planner = make_planner(Policy(run_all), **limits)
+    with pytest.raises(ValueError, match=message):
+        planner.add(make_request("a", prompt, output))
+    assert not planner.has_requests
+
+
+def test_the_largest_request_that_fits_runs():
+    planner = make_planner(Policy(run_all), num_blocks=10, max_model_len=41)
+    planner.add(make_request("a", 40, 1))
+    step(planner)
+    planner.add(make_request("b", 1, 40))
+    while planner.has_requests:
+        step(planner)
+    with pytest.raises(RequestTooLargeError):
+        planner.add(make_request("c", 41, 1))
+
+
+def test_a_request_id_is_used_once_at_a_time():
+    planner = make_planner(Policy(run_all))
+    planner.add(make_request("a", 4, 1))
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        planner.add(make_request("a", 4, 1))
+    step(planner)
+    planner.add(make_request("a", 4, 1))
+
+
+def test_max_tokens_end_at_max_model_len():
+    planner = make_planner(Policy(run_all), max_model_len=16)
+    request = make_request("a", 10, 100)
+    planner.add(request)
+    while planner.has_requests:
+        step(planner)
+    assert len(request.branches[0].output_token_ids) == 6
+
+
+def test_stop_tokens_wait_for_min_tokens():
+    from pageloom.scheduling import Request
+
+    params = SamplingParams(max_tokens=9, min_tokens=3)
+    request = Request("a", [0], params, arrival_time=0.0, eos_token_ids=frozenset([1]))
+    planner = make_planner(Policy(run_all))
+    planner.add(request)
+    while planner.has_requests:
+        step(planner)
+    assert len(request.branches[0].output_token_ids) == 3
