@@ -1,0 +1,62 @@
+"""From a loader to a model that is ready to run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pageloom.contract import WeightLoader
+from pageloom.models.architecture import DecoderArchitecture, why_not
+from pageloom.models.decoder import Decoder
+from pageloom.models.decoder_weights import load_decoder_weights
+from pageloom.models.model import Model
+from pageloom.models.rope import rotary_frequencies
+from pageloom.ops.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def build_model(
+    loader: WeightLoader,
+    hf_config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    trust_remote_code: bool = False,
+) -> Model:
+    """Load ``loader``'s weights into the model that ``hf_config`` describes.
+
+    llama, mistral, qwen2 and qwen3 run in Pageloom's `Decoder`; everything else that
+    ``transformers`` can load, and what a configuration of these asks for beyond the decoder, runs
+    in the `TransformersModel`. Code that comes with a checkpoint is run only if
+    ``trust_remote_code``. Positions up to ``max_model_len`` (tokens) can be computed.
+
+    Raises `UnsupportedModelError` when the model cannot be served, or when tensors are missing,
+    unexpected or of another shape, by name.
+    """
+    if why_not(hf_config) is None and not (trust_remote_code and _brings_code(hf_config)):
+        arch = DecoderArchitecture.from_config(hf_config)
+        inv_freq, scale = rotary_frequencies(hf_config, max_model_len)
+        return Decoder(
+            arch,
+            RotaryTable(inv_freq, scale, max_model_len, dtype, device),
+            load_decoder_weights(arch, loader, dtype, device),
+        )
+    # Imported here: the modelling code of transformers takes seconds.
+    from pageloom.models.fallback import load_transformers_model
+
+    return load_transformers_model(
+        loader,
+        hf_config,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _brings_code(config: PretrainedConfig) -> bool:
+    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

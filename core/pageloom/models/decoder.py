@@ -1,0 +1,61 @@
+"""One decoder for the Llama family: llama, mistral, qwen2 and qwen3."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pageloom.models.architecture import DecoderArchitecture
+from pageloom.models.decoder_weights import DecoderWeights
+from pageloom.models.model import Attend, Model
+from pageloom.ops.activation import silu_and_mul
+from pageloom.ops.norm import add_rms_norm, rms_norm
+from pageloom.ops.rope import RotaryTable, rotate_
+
+
+class Decoder(Model):
+    """Pre-norm blocks of attention and a gated MLP (Touvron et al. 2023, arXiv:2302.13971).
+
+    A step is a few large multiplications per layer with as few small kernels between them as
+    torch allows: on a CPU the time of a decode step would otherwise go into launching those.
+    """
+
+    def __init__(
+        self, arch: DecoderArchitecture, rotary: RotaryTable, weights: DecoderWeights
+    ) -> None:
+        self.layers = arch.layer_specs()
+        self.vocab_size = arch.vocab_size
+        self._arch = arch
+        self._rotary = rotary
+        self._weights = weights
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        arch, weights, eps = self._arch, self._weights, self._arch.norm_eps
+        heads, kv_heads = arch.num_heads, arch.num_kv_heads
+        cos, sin = self._rotary.at(positions)
+
+        residual = F.embedding(token_ids, weights.embedding)
+        attended = residual.new_empty(len(token_ids), heads, arch.head_size)
+        normed = rms_norm(residual, weights.blocks[0].attention_norm, eps)
+        following = [block.attention_norm for block in weights.blocks[1:]] + [weights.norm]
+        for layer, (block, next_norm) in enumerate(zip(weights.blocks, following, strict=True)):
+            qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, arch.head_size)
+            qk, v = qkv.narrow(1, 0, heads + kv_heads), qkv.narrow(1, heads + kv_heads, kv_heads)
+            if block.qk_norm is not None:
+                qk = rms_norm(qk, block.qk_norm, eps)
+            rotate_(qk, cos, sin)
+            q, k = qk.narrow(1, 0, heads), qk.narrow(1, heads, kv_heads)
+            attend(layer, q, k, v, attended)
+            mixed = block.output(attended.flatten(1))
+            normed = add_rms_norm(mixed, residual, block.mlp_norm, eps)
+            mixed = block.down(silu_and_mul(block.gate_up(normed)))
+            normed = add_rms_norm(mixed, residual, next_norm, eps)
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._weights.head(hidden)
+        return logits.float()

@@ -1,0 +1,55 @@
+"""What the runner knows of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from pageloom.contract import LayerSpec
+
+
+class UnsupportedModelError(ValueError):
+    """A model that Pageloom cannot serve; the message names the model and the reason."""
+
+
+class Attend(Protocol):
+    """`AttentionBackend.forward` of the step that is being computed."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+class Model(ABC):
+    """A causal language model over flat tokens.
+
+    The tokens of all sequences in a step are concatenated: no batch dimension and no padding.
+    Everything but attention is computed per token, so which tokens share a call changes nothing
+    but rounding. Weights are loaded when the constructor returns.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    """The attention layers, in the order of the ``layer`` argument of `Attend`."""
+    vocab_size: int
+
+    @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The final hidden states ``[T, hidden_size]`` of ``token_ids`` int64 ``[T]``.
+
+        ``positions`` int64 ``[T]`` counts from 0 within each sequence and stays below the
+        ``max_model_len`` that the model was built with. Calls ``attend`` once per layer, in order.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[N, vocab_size]`` for rows ``hidden [N, hidden_size]`` of `forward`."""

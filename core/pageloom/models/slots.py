@@ -1,0 +1,79 @@
+"""Filling parameters from a stream of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from pageloom.models.model import UnsupportedModelError
+
+_BASE_PREFIX = "model."
+
+
+class WeightSlots:
+    """Where each tensor of a checkpoint goes, and which have not come yet.
+
+    A slot is a view of a parameter, often some rows of a merged one, so a tensor is copied once,
+    into its place and dtype, and nothing else is held.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, torch.Tensor] = {}
+        self._ignored: set[str] = set()
+
+    def add(self, name: str, target: torch.Tensor) -> None:
+        """Expect tensor ``name`` and copy it into ``target``."""
+        self._slots[name] = target
+
+    def ignore(self, name: str) -> None:
+        """Accept tensor ``name`` if it comes and do nothing with it."""
+        self._ignored.add(name)
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy every tensor into its slot.
+
+        Raises `UnsupportedModelError` that lists the tensors that are missing, unexpected or of
+        another shape.
+        """
+        missing = dict(self._slots)
+        unexpected, misshapen = [], []
+        for name, tensor in tensors:
+            target = missing.pop(self._resolve(name), None)
+            if target is None:
+                if not self._is_ignored(name):
+                    unexpected.append(name)
+            elif target.shape != tensor.shape:
+                misshapen.append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
+            else:
+                target.copy_(tensor)
+        report_weights(missing, unexpected, misshapen)
+
+    def _resolve(self, name: str) -> str:
+        # Checkpoints saved from the base model lack its prefix.
+        return name if name in self._slots else _BASE_PREFIX + name
+
+    def _is_ignored(self, name: str) -> bool:
+        # Old Llama checkpoints carry the rotary frequencies, which follow from the configuration.
+        return name in self._ignored or name.endswith("rotary_emb.inv_freq")
+
+
+def report_weights(
+    missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]
+) -> None:
+    """Raise `UnsupportedModelError` unless all three are empty."""
+    problems = {
+        "missing": sorted(missing),
+        "unexpected or repeated": sorted(unexpected),
+        "of the wrong shape": sorted(misshapen),
+    }
+    found = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise UnsupportedModelError(
+            "The weights do not fit the model's configuration; tensors " + "; ".join(found) + "."
+        )
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
