@@ -1,0 +1,75 @@
+"""From a model path to the weight loader that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageloom.config import build_options
+from pageloom.config.options import option_names
+from pageloom.errors import PageloomError
+from pageloom.models.hf import PICKLE_SUFFIXES, quantization, why_no_weights
+
+if TYPE_CHECKING:
+    from pageloom.contract import WeightLoader
+    from pageloom.plugins import Plugins
+
+KIND = "weight_loader"
+AUTO = "auto"
+
+
+def open_loader(
+    plugins: Plugins,
+    path: str,
+    loader: str = AUTO,
+    options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> WeightLoader:
+    """The loader named ``loader``, or with ``"auto"`` the one that detects its format in ``path``.
+
+    ``trust_remote_code`` becomes the option of that name where the loader has one.
+
+    Raises `PageloomError` when no loader or several detect it, when ``loader`` is not registered,
+    and when ``options`` do not fit the loader.
+    """
+    name = _detect(plugins, path) if loader == AUTO else loader
+    cls: type[WeightLoader] = plugins.get(KIND, name)
+    given = dict(options or {})
+    if trust_remote_code and "trust_remote_code" in option_names(cls):
+        given.setdefault("trust_remote_code", True)
+    return cls(build_options(cls, given), path)
+
+
+def _detect(plugins: Plugins, path: str) -> str:
+    names = sorted(plugins.names(KIND))
+    classes: dict[str, type[WeightLoader]] = {name: plugins.get(KIND, name) for name in names}
+    found = [name for name, cls in classes.items() if cls.detect(path)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise PageloomError(
+            f"model.path {path} can be read by several loaders: set model.loader to one of "
+            f"{', '.join(found)}"
+        )
+    raise PageloomError(
+        f"model.path {path} {_why_none(Path(path))} (asked the loaders {', '.join(names)}; "
+        "model.loader names one)"
+    )
+
+
+def _why_none(path: Path) -> str:
+    """The nearest cause why no loader knows ``path``, as the end of a sentence about it."""
+    if not path.exists():
+        return "does not exist, and is not written like a hub id (org/name)"
+    if path.is_file():
+        if path.suffix in PICKLE_SUFFIXES:
+            return "is pickled weights, which could run code when read; use safetensors or GGUF"
+        if path.suffix == ".safetensors":
+            return "is a weight file; give the folder that also holds its config.json"
+        return "is a file in no format that a loader knows"
+    if ggufs := sorted(path.glob("*.gguf")):
+        return f"is a folder with GGUF files; name one of them, such as {ggufs[0].name}"
+    if any(path.glob("*.safetensors")):
+        return f"holds weights quantized with {quantization(path)!r}, which no loader here reads"
+    return why_no_weights(path)
