@@ -1,0 +1,177 @@
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from pageloom.scheduling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+REAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+INTEGER_FIELDS = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+def refusal(**fields):
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**fields)
+    return str(caught.value)
+
+
+def test_every_field_is_covered_by_these_tests():
+    others = {"logit_bias", "stop", "stop_token_ids"}
+    named = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert named == others | set(REAL_FIELDS) | set(INTEGER_FIELDS) | set(FLAGS)
+
+
+def test_the_defaults_sample_from_the_plain_distribution_until_the_model_stops():
+    params = SamplingParams()
+    assert not params.greedy
+    assert params.max_tokens is None
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
+
+
+def test_params_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().temperature = 0.5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1e-4},
+        {"temperature": 2},
+        {"top_k": -1},
+        {"top_k": 10**9},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"seed": -(2**63)},
+        {"min_tokens": 4, "max_tokens": 4},
+        {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
+        {"logit_bias": {0: -100, 7: 100.0}},
+        {"logit_bias": {}},
+        {"stop": ["x"] * MAX_STOP, "stop_token_ids": [1] * MAX_STOP_TOKEN_IDS},
+    ],
+)
+def test_values_at_the_limits_are_accepted(fields):
+    params = SamplingParams(**fields)
+    for name, value in fields.items():
+        kept = getattr(params, name)
+        assert kept == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 1e-5),
+        ("temperature", 101),
+        ("top_k", -2),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("seed", 2**63),
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        *((name, bad) for name in REAL_FIELDS for bad in (math.nan, math.inf, "1", None, True)),
+        *((name, bad) for name in INTEGER_FIELDS for bad in (1.0, "1", True, math.nan)),
+        *((name, bad) for name in FLAGS for bad in (0, "yes", None)),
+        ("temperature", False),
+        ("stop", 5),
+        ("stop", b"end"),
+        ("stop", ["a", 5]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "5"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", None),
+        ("logit_bias", [1, 2]),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_what_would_work(name, value):
+    message = refusal(**{name: value})
+    assert message.startswith(f"{name} is {value!r}, but must be ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens, 4"),
+        ({"stop": ""}, "stop holds a string of 0 characters"),
+        ({"stop": ["x" * (MAX_STOP_CHARS + 1)]}, "stop holds a string of 257 characters"),
+        ({"stop": ["x"] * (MAX_STOP + 1)}, "stop has 17 strings, but may have at most 16"),
+        ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids has 257 ids"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias has the key -1"),
+        ({"logit_bias": {"1": 0.0}}, "logit_bias has the key '1'"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias of token 1 is nan"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias of token 1 is 100.5"),
+        (
+            {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)},
+            "logit_bias has 1025 entries, but may have at most 1024",
+        ),
+    ],
+)
+def test_what_is_wrong_inside_a_list_or_between_fields_is_named(fields, message):
+    assert message in refusal(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(None, ()), ("end", ("end",)), (["a", "b"], ("a", "b")), ((), ()), ([], ())],
+)
+def test_stop_is_kept_as_a_tuple(given, kept):
+    params = SamplingParams(stop=given)
+    assert params.stop_strings == params.stop == kept
+
+
+def test_what_the_caller_does_to_its_containers_later_does_not_matter():
+    bias, stop_token_ids = {1: 2.0}, [3]
+    params = SamplingParams(logit_bias=bias, stop_token_ids=stop_token_ids)
+    bias[9], stop_token_ids[0] = 1.0, 9
+    assert (params.logit_bias, params.stop_token_ids) == ({1: 2.0}, (3,))
+
+
+def test_a_copy_with_a_change_is_checked_too():
+    params = SamplingParams(stop="x", logit_bias={1: 1.0})
+    assert dataclasses.replace(params, max_tokens=3).stop_strings == ("x",)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        dataclasses.replace(params, max_tokens=0)
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {10: 1.0}}, {"stop_token_ids": [3, 10]}])
+def test_token_ids_outside_the_vocabulary_are_refused(fields):
+    params = SamplingParams(**fields)
+    params.check_vocab(11)
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} names token id 10.* 0 to 9"):
+        params.check_vocab(10)
+
+
+def test_params_import_no_tensor_library():
+    code = "import sys, pageloom.scheduling.params; print({'torch', 'numpy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "set()", result.stderr
