@@ -1,0 +1,27 @@
+"""Pageloom: an LLM inference engine assembled from plugins, by YAML."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pageloom.engine.async_engine import AsyncEngine
+    from pageloom.engine.engine import Engine
+    from pageloom.scheduling import SamplingParams
+
+__all__ = ["AsyncEngine", "Engine", "SamplingParams", "__version__"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AsyncEngine": "pageloom.engine.async_engine",
+    "Engine": "pageloom.engine.engine",
+    "SamplingParams": "pageloom.scheduling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and torch with it, only when it is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pageloom' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

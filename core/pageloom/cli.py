@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from pageloom.commands.chat import chat
 from pageloom.commands.config import config
+from pageloom.commands.generate import generate
 from pageloom.commands.plugins import plugins
 from pageloom.errors import PageloomError, one_line
 
@@ -20,6 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(generate)
+app.command()(chat)
 app.command()(plugins)
 app.command()(config)
 

@@ -144,7 +144,7 @@ class Plugins:
         """The names registered for one of `KINDS`, sorted."""
         return sorted(name for of, name in self._entries if of == kind)
 
-    def get(self, kind: str, name: str) -> type:
+    def get(self, kind: str, name: str) -> type[Any]:
         """Import the class registered under ``name``.
 
         Raises `PluginError` when there is none, when it cannot be imported, or when it is not a

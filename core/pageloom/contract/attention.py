@@ -220,8 +220,8 @@ class AttentionBackend(Component, ABC):
         """Store this step's K and V of one layer, then attend causally.
 
         ``q`` and ``out`` are ``[T, num_heads, head_size]``, ``k`` and ``v`` are ``[T,
-        num_kv_heads, head_size]``, of ``spec.dtype`` and contiguous in the last dimension (rows
-        may be strided: q, k and v are often slices of one matrix). ``out`` is overwritten;
+        num_kv_heads, head_size]``, of ``spec.dtype``; each row is contiguous, but rows may be
+        strided, since q, k and v are often slices of one matrix. ``out`` is overwritten;
         nothing else is changed. ``sinks`` is floating ``[num_heads]``: a logit that joins each
         softmax but carries no value.
         """

@@ -38,8 +38,8 @@ class StepRecord:
     preempted: int  # requests preempted in this step
     blocks_used: int
     blocks_total: int
-    kv_tokens: int  # token states held in the used blocks; utilisation = kv_tokens
-    # / (blocks_used * block_size)
+    kv_tokens: int  # token states held in the used blocks
+    kv_slots: int  # token states that the used blocks have room for
 
 
 @dataclass(frozen=True, slots=True)

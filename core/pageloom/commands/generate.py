@@ -1,0 +1,166 @@
+"""``pageloom generate``: complete prompts and leave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pageloom.commands import ConfigArgument, SetOption
+from pageloom.commands.sampling import (
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_params,
+)
+from pageloom.errors import PageloomError
+
+if TYPE_CHECKING:
+    from pageloom.engine.engine import Engine
+    from pageloom.engine.open_request import OpenRequest
+    from pageloom.engine.outputs import CompletionChunk
+    from pageloom.engine.stats import EngineStats
+
+
+def generate(
+    path: ConfigArgument,
+    overrides: SetOption,
+    stop: Stop,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Default: one per line of standard input."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read prompts from a file, one per line.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message.")
+    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print speed and KV use at the end.")
+    ] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Complete prompts, all in one continuous batch, and print them in order."""
+    texts = _read_prompts(prompts or [], file)
+    params = sampling_params(
+        stop=stop,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    from pageloom.engine.engine import Engine
+    from pageloom.engine.stats import EngineStats
+
+    engine, counted = Engine.from_config(path, overrides), EngineStats()
+    engine.plugins.register_observer(counted)
+    try:
+        inputs = [_encode(engine, text, chat) for text in texts]
+        requests = [engine.open_request(prompt, params) for prompt in inputs]
+    except ValueError as error:
+        raise PageloomError(str(error)) from error
+    for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
+        chunks = _run(engine, request)
+        if as_json:
+            _print_json({"index": number, "prompt": text}, request, chunks, stream)
+            continue
+        if len(texts) > 1:
+            print(f"{chr(10) if number else ''}[{number + 1}] {text}")
+        for chunk in chunks:
+            print(chunk.text, end="", flush=stream)
+        print(flush=True)
+    if stats:
+        _print_stats(engine, counted)
+
+
+def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
+    if arguments and file:
+        raise PageloomError("give prompts as arguments or in --file, not both")
+    if arguments:
+        return list(arguments)
+    try:
+        text = file.read_text(encoding="utf-8") if file else sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PageloomError(
+            f"prompts cannot be read from {file or 'standard input'}: {error}"
+        ) from error
+    if prompts := [line for line in text.splitlines() if line.strip()]:
+        return prompts
+    raise PageloomError(
+        f"{file or 'standard input'} holds no prompt; give one per line, or as arguments"
+    )
+
+
+def _encode(engine: Engine, text: str, chat: bool) -> list[int]:
+    if chat:
+        return engine.render_chat([{"role": "user", "content": text}])
+    return engine.encode(text)
+
+
+def _run(engine: Engine, request: OpenRequest) -> Iterator[CompletionChunk]:
+    """The chunks of one request, stepping the engine (and so all requests) as needed."""
+    while True:
+        while request.chunks:
+            yield request.chunks.popleft()
+        if request.finished:
+            return
+        engine.step()
+
+
+def _print_json(
+    head: dict[str, Any], request: OpenRequest, chunks: Iterator[CompletionChunk], stream: bool
+) -> None:
+    """One line per chunk, or one for the whole."""
+    text, token_ids = "", []
+    for chunk in chunks:
+        text += chunk.text
+        token_ids += chunk.token_ids
+        if stream or chunk.finish_reason:
+            body = {
+                "text": text,
+                "token_ids": token_ids,
+                "finish_reason": chunk.finish_reason,
+                "prompt_tokens": len(request.request.prompt_token_ids),
+            }
+            print(json.dumps(head | body, ensure_ascii=False), flush=True)
+            text, token_ids = "", []
+
+
+def _print_stats(engine: Engine, stats: EngineStats) -> None:
+    ttft = f"{stats.mean_ttft:.2f} s" if stats.mean_ttft is not None else "none"
+    utilization = f"{stats.kv_utilization:.1%}" if stats.kv_utilization is not None else "none"
+    info = engine.info
+    print(
+        f"\n{len(stats.requests)} requests, {stats.prompt_tokens} prompt + {stats.output_tokens} "
+        f"output tokens in {stats.steps} steps, at most {stats.peak_running} at once\n"
+        f"speed: {stats.tokens_per_second:.1f} output tokens/s, time to first token {ttft} (mean)\n"
+        f"KV cache: at most {stats.peak_blocks} of {info.num_blocks} blocks of {info.block_size} "
+        f"tokens in use, {utilization} of their slots held a token, "
+        f"{stats.preemptions} preemptions\n"
+        f"engine: {info.architecture} in {info.dtype} on {info.device}, attention {info.backend}, "
+        f"scheduler {info.policy}",
+        file=sys.stderr,
+    )

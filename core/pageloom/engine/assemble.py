@@ -1,0 +1,202 @@
+"""From a configuration to an engine: pick the parts and put them together."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from pageloom.config import Config, build_options
+from pageloom.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    EngineInfo,
+    KVQuantizer,
+    LayerSpec,
+    Scheduler,
+    WeightLoader,
+)
+from pageloom.engine.capacity import count_blocks
+from pageloom.engine.engine import Engine
+from pageloom.errors import PageloomError
+from pageloom.memory import BlockPool
+from pageloom.models.build import build_model
+from pageloom.models.loading import open_loader
+from pageloom.plugins import Plugins
+from pageloom.runner.runner import ModelRunner
+from pageloom.runner.sampler import Sampler
+from pageloom.scheduling import Limits, Planner
+
+
+def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
+    """Build the engine that ``config`` describes; raises `PageloomError` for what cannot be."""
+    plugins = plugins or Plugins.load(config.plugins.allow, config.plugins.deny)
+    device = _device(config.runtime.device)
+    if config.runtime.num_threads:
+        torch.set_num_threads(config.runtime.num_threads)
+
+    loader = open_loader(
+        plugins,
+        config.model.path,
+        config.model.loader,
+        config.model.options,
+        config.model.trust_remote_code,
+    )
+    try:
+        model_config = loader.model_config()
+        tokenizer = _tokenizer(config.model.tokenizer, loader)
+        dtype = _dtype(config.model.dtype, model_config)
+        max_model_len = _max_model_len(config.model.max_model_len, model_config)
+        model = build_model(
+            loader,
+            model_config,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (ValueError, OSError) as error:
+        raise PageloomError(f"model {config.model.path}: {error}") from error
+    name, backend = _backend(config, plugins, model.layers, dtype, device, max_model_len)
+    num_blocks = count_blocks(
+        config,
+        model,
+        bytes_per_block=backend.bytes_per_block(),
+        block_size=backend.spec.block_size,
+        max_model_len=max_model_len,
+        device=device,
+    )
+    backend.allocate(num_blocks)
+    planner = Planner(
+        _scheduler(config, plugins),
+        BlockPool(num_blocks),
+        Limits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=backend.spec.block_size,
+            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        ),
+        policy=config.scheduler.policy,
+    )
+    sampler = Sampler(config.runtime.seed)
+    info = EngineInfo(
+        model=config.model.path,
+        architecture=model_config.model_type,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        policy=config.scheduler.policy,
+        backend=name,
+        quantizer=config.kv_cache.quantizer,
+        block_size=backend.spec.block_size,
+        num_blocks=num_blocks,
+        bytes_per_block=backend.bytes_per_block(),
+        max_model_len=max_model_len,
+    )
+    return Engine(
+        planner,
+        ModelRunner(model, backend, sampler, device),
+        tokenizer,
+        plugins,
+        info,
+        eos_token_ids=_eos_token_ids(model_config),
+        debug=config.runtime.debug,
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise PageloomError(
+            f"runtime.device is {wanted}, but torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA devices here; use cpu or auto"
+        )
+    return device
+
+
+def _tokenizer(path: str | None, loader: WeightLoader) -> PreTrainedTokenizerBase | None:
+    if path is None:
+        return loader.tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(path)  # its code, if any, is never run
+    except (OSError, ValueError) as error:
+        raise PageloomError(f"model.tokenizer {path} cannot be loaded: {error}") from error
+
+
+def _dtype(wanted: str, model_config: PretrainedConfig) -> torch.dtype:
+    """``auto`` is the dtype that the checkpoint names, or bfloat16."""
+    if wanted == "auto":
+        return getattr(model_config, "dtype", None) or torch.bfloat16
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def _max_model_len(wanted: int | None, model_config: PretrainedConfig) -> int:
+    trained: int | None = getattr(model_config, "max_position_embeddings", None)
+    longest = wanted or trained
+    if longest is None:
+        raise PageloomError("the model does not say how long it can be; set model.max_model_len")
+    if trained is not None and longest > trained:
+        raise PageloomError(
+            f"model.max_model_len is {longest}, but the model was made for {trained} tokens at most"
+        )
+    return longest
+
+
+def _eos_token_ids(model_config: PretrainedConfig) -> frozenset[int]:
+    ids = model_config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _scheduler(config: Config, plugins: Plugins) -> Scheduler:
+    policy: type[Scheduler] = plugins.get("scheduler", config.scheduler.policy)
+    return policy(build_options(policy, config.scheduler.options))
+
+
+def _backend(
+    config: Config,
+    plugins: Plugins,
+    layers: tuple[LayerSpec, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> tuple[str, AttentionBackend]:
+    """The backend that the configuration names, or the best that accepts the model."""
+    wanted = config.attention.backend
+    names = plugins.names("attention_backend") if wanted == "auto" else [wanted]
+    accepted: list[tuple[int, str, type[AttentionBackend], AttentionSpec]] = []
+    refused: list[str] = []
+    for name in names:
+        backend: type[AttentionBackend] = plugins.get("attention_backend", name)
+        if wanted == "auto" and backend.auto_rank <= 0:
+            continue
+        try:
+            block_size = backend.block_size(config.kv_cache.block_size, max_model_len)
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        quantizer = config.kv_cache.quantizer
+        spec = AttentionSpec(device, dtype, layers, block_size, max_model_len, quantizer)
+        if reason := backend.check(spec):
+            refused.append(f"{name} {reason}")
+        else:
+            accepted.append((backend.auto_rank, name, backend, spec))
+    if not accepted:
+        raise PageloomError(
+            "no attention backend can run this model here: "
+            f"{'; '.join(refused) or 'none is registered'}"
+        )
+    _, name, chosen, spec = max(accepted, key=lambda choice: choice[:2])
+    options = build_options(chosen, config.attention.options)
+    return name, chosen(options, spec, _quantizer(config, plugins))
+
+
+def _quantizer(config: Config, plugins: Plugins) -> KVQuantizer | None:
+    name = config.kv_cache.quantizer
+    if name is None:
+        return None
+    quantizer: type[KVQuantizer] = plugins.get("kv_quantizer", name)
+    return quantizer(build_options(quantizer, config.kv_cache.options))

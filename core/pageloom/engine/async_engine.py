@@ -1,0 +1,190 @@
+"""The engine for asyncio: steps run in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from pageloom.contract import EngineInfo
+from pageloom.engine.engine import Engine, Prompt
+from pageloom.engine.open_request import OpenRequest
+from pageloom.engine.outputs import CompletionChunk
+from pageloom.scheduling import SamplingParams
+
+T = TypeVar("T")
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was shut down."""
+
+
+class EngineStepError(RuntimeError):
+    """The step that a request was in failed; the cause is chained."""
+
+
+class AsyncEngine:
+    """Many concurrent streams over one `Engine`, which only the engine thread touches.
+
+    Use as an async context manager, or call `shutdown`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[str, tuple[_Stream, OpenRequest]] = {}  # of the engine thread
+        self._closed = threading.Event()
+        self._ended = False  # no call is taken from the queue any more
+        self._lock = threading.Lock()  # of putting into the queue, and of `_ended`
+        self._thread = threading.Thread(target=self._run, name="pageloom-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, path: str | Path, overrides: Sequence[str] = ()) -> AsyncEngine:
+        """See `Engine.from_config`. Blocks while the model loads."""
+        return cls(Engine.from_config(path, overrides))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
+    ) -> AsyncIterator[CompletionChunk]:
+        """Complete a prompt and yield chunks as they come.
+
+        Takes the keywords of `Engine.open_request` and raises as it does. Leaving the loop,
+        closing the iterator or cancelling the task aborts the request. Raises `EngineStepError`
+        if its step fails and `EngineClosedError` if the engine is shut down meanwhile.
+        """
+        stream = _Stream(asyncio.get_running_loop())
+        try:
+            await self._call(lambda: self._open(stream, prompt, params, request))
+            while True:
+                chunk = await stream.queue.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            self._post(lambda: self._close(stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last chunk with ``finish_reason="abort"``."""
+        await self._call(lambda: self._engine.abort(request_id))
+
+    def shutdown(self) -> None:
+        """Abort what is open and stop the thread. Safe to call twice, and from any thread."""
+        self._closed.set()
+        self._post(lambda: None)
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # -- between the threads ----------------------------------------------------------------
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Run ``function`` in the engine thread, between steps; here if that has ended."""
+        with self._lock:
+            if not self._ended:
+                self._calls.put(function)
+                return
+        function()
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` in the engine thread and wait for what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._closed.is_set():
+                    raise EngineClosedError("the engine is shut down")
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(future)
+
+    # -- in the engine thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            if self._engine.has_requests:
+                self._run_calls()
+                self._step()
+            else:
+                self._calls.get()()
+            self._deliver()
+        for request_id, (stream, _) in self._streams.items():
+            self._engine.abort(request_id)
+            stream.send(EngineClosedError("the engine was shut down"))
+        self._streams.clear()
+        with self._lock:
+            self._ended = True
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                function = self._calls.get_nowait()
+            except Empty:
+                return
+            function()
+
+    def _open(
+        self, stream: _Stream, prompt: Prompt, params: SamplingParams | None, request: Any
+    ) -> None:
+        opened = self._engine.open_request(prompt, params, **request)
+        stream.request_id = opened.request.request_id
+        self._streams[stream.request_id] = (stream, opened)
+
+    def _close(self, stream: _Stream) -> None:
+        if stream.request_id is not None:
+            self._engine.abort(stream.request_id)
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except Exception as error:
+            for stream, _ in self._streams.values():
+                failure = EngineStepError(f"the engine step failed: {error}")
+                failure.__cause__ = error
+                stream.send(failure)
+            self._streams.clear()
+
+    def _deliver(self) -> None:
+        for request_id, (stream, opened) in list(self._streams.items()):
+            chunks = [opened.chunks.popleft() for _ in range(len(opened.chunks))]
+            if not all(stream.send(chunk) for chunk in chunks):
+                self._engine.abort(request_id)
+            if opened.finished:
+                del self._streams[request_id]
+
+
+class _Stream:
+    """Chunks on their way from the engine thread to an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.queue: asyncio.Queue[CompletionChunk | Exception] = asyncio.Queue()
+        self.request_id: str | None = None  # until it is open
+        self._loop = loop
+
+    def send(self, item: CompletionChunk | Exception) -> bool:
+        """Whether the event loop is still there to receive it."""
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True

@@ -1,0 +1,79 @@
+"""How many KV blocks the engine gets."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from pageloom.config import Config
+from pageloom.errors import PageloomError
+from pageloom.memory import blocks_for
+from pageloom.models.model import Model
+
+# A laptop keeps most of its memory for what else runs on it.
+CPU_SHARE = 0.25
+
+
+def count_blocks(
+    config: Config,
+    model: Model,
+    *,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Blocks for ``kv_cache``: as many as its ``num_blocks`` says, or as fit into its
+    ``memory``, or else into what the device has left; never more than ``max_num_seqs`` requests
+    of ``max_model_len`` could use.
+
+    Raises `PageloomError` if not a single block fits.
+    """
+    cache, seats = config.kv_cache, config.scheduler.max_num_seqs
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory_bytes is not None:
+        budget, source = cache.memory_bytes, "kv_cache.memory"
+    elif device.type == "cuda":
+        budget = _cuda_budget(config, model, device)
+        source = "gpu_memory_utilization (after weights and activations)"
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        budget, source = int(total * CPU_SHARE), f"{CPU_SHARE:.0%} of this machine's memory"
+    num_blocks = min(budget // bytes_per_block, seats * blocks_for(max_model_len, block_size))
+    if num_blocks < 1:
+        raise PageloomError(
+            f"no KV block fits: {source} leaves {budget:,} bytes, a block of {block_size} tokens "
+            f"takes {bytes_per_block:,}; raise kv_cache.memory or lower kv_cache.block_size"
+        )
+    return num_blocks
+
+
+@torch.inference_mode()
+def _cuda_budget(config: Config, model: Model, device: torch.device) -> int:
+    """Bytes for the cache: the configured share of the card, less what is in use once the largest
+    step has run without a cache."""
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    tokens = torch.zeros(config.scheduler.max_num_batched_tokens, dtype=torch.long, device=device)
+
+    def no_attention(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        out.zero_()
+
+    hidden = model.forward(tokens, torch.zeros_like(tokens), no_attention)
+    model.logits(hidden[: config.scheduler.max_num_seqs])
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - allocated
+    del hidden
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    in_use = total - free
+    return int(total * config.kv_cache.gpu_memory_utilization) - in_use - activations
