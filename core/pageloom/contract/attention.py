@@ -162,7 +162,8 @@ class AttentionBackend(Component, ABC):
     `read_blocks` if the plan asks for them, `plan` once, and `forward` once per layer. All calls
     come from one thread. Only the backend touches its cache.
 
-    Slots that were never written hold anything, NaN included, and must not reach a result.
+    Slots that their present owner has not written hold anything, NaN included, and must not
+    reach a result.
     """
 
     native_quantizers: ClassVar[frozenset[str]] = frozenset()
@@ -217,7 +218,10 @@ class AttentionBackend(Component, ABC):
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Store this step's K and V of one layer, then attend causally.
+        """Store this step's K and V of one layer, then attend causally over what is stored.
+
+        With a lossy quantizer a token is attended to as it is stored, in its own step too, so
+        that chunking cannot change a result.
 
         ``q`` and ``out`` are ``[T, num_heads, head_size]``, ``k`` and ``v`` are ``[T,
         num_kv_heads, head_size]``, of ``spec.dtype``; each row is contiguous, but rows may be

@@ -68,7 +68,8 @@ class KVQuantizer(Component, ABC):
 
     @abstractmethod
     def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
-        """Code vectors ``x [..., head_size]`` (floating) as ``uint8 [..., bytes_per_vector]``.
+        """Code vectors ``x [..., head_size]`` (floating, maybe strided) as ``uint8 [...,
+        bytes_per_vector]``.
 
         ``layer`` and ``kind`` tell formats with scales per layer which one applies. Must saturate
         rather than produce infinities, on the device of ``x``, and must not change ``x``.

@@ -27,11 +27,10 @@ A whole plugin, two files. ``pyproject.toml``::
     class LastInFirstOut(Scheduler):
         def schedule(self, view, plan):
             for request in view.running:
-                while not plan.run(request) and plan.refusal == "blocks":
-                    victim = next(r for r in reversed(view.running) if plan.preemptible(r))
-                    plan.preempt(victim)
-                    if victim is request:
-                        break
+                while (
+                    plan.preemptible(request) and not plan.run(request) and plan.refusal == "blocks"
+                ):
+                    plan.preempt(next(r for r in reversed(view.running) if plan.preemptible(r)))
             for request in reversed(list(view.waiting)):
                 if not plan.run(request):
                     break
