@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pageloom_schedulers.fcfs import FCFS
-
 from pageloom.memory import BlockPool
 from pageloom.scheduling import Limits, Planner, Request, SamplingParams
+from pageloom_schedulers.fcfs import FCFS
 
 
 def test_step_with_256_running_requests(benchmark):

@@ -17,16 +17,10 @@ class FCFS(Scheduler):
         prefills = [request for request in view.running if request.is_prefill]
         crowded = False
         for request in decodes + prefills:
-            if not plan.preemptible(request):
-                continue  # gave way to an older one
-            while not plan.run(request):
-                if plan.refusal != "blocks":
-                    break
+            # It may have given way to an older one already, or have to give way itself.
+            while plan.preemptible(request) and not plan.run(request) and plan.refusal == "blocks":
+                plan.preempt(_last_admitted(view, plan))
                 crowded = True
-                victim = _last_admitted(view, plan)
-                plan.preempt(victim)
-                if victim is request:
-                    break
         if crowded:
             return
         for request in view.waiting:

@@ -1,0 +1,5 @@
+"""``python -m pageloom``."""
+
+from pageloom.cli import main
+
+main()
