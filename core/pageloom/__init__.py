@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine", "Engine", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
+
+# Threads of torch's OpenMP (GNU's) spin at the end of each parallel region, by default so long
+# that one other busy process on the machine makes a decode step several times slower. This many
+# spins still bridge the gap between two small operations. Only read if torch is not loaded yet.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _HOMES = {
     "AsyncEngine": "pageloom.engine.async_engine",

@@ -71,25 +71,10 @@ class Engine:
         return self.planner.has_requests
 
     def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        user: str = "",
-        metadata: Mapping[str, Any] | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
     ) -> str:
-        """Queue a request and return its id; `step` returns what it yields. See `open_request`."""
-        opened = self.open_request(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            user=user,
-            metadata=metadata,
-        )
-        return opened.request.request_id
+        """Queue a request, as `open_request` does, and return its id; `step` returns its chunks."""
+        return self.open_request(prompt, params, **request).request.request_id
 
     def open_request(
         self,

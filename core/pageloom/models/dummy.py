@@ -79,7 +79,7 @@ class DummyLoader(WeightLoader):
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 self.model_config(), trust_remote_code=self.config.trust_remote_code
             )
         return model
@@ -101,7 +101,7 @@ class DummyLoader(WeightLoader):
                 seed = zlib.crc32(f"{self.config.seed} {prefix}".encode())
                 torch.default_generator.manual_seed(seed)
                 module.to_empty(device="cpu", recurse=False)
-                model._init_weights(module)  # type: ignore[no-untyped-call]
+                model._init_weights(module)
                 for part, name in names.items():
                     tensor = getattr(module, part).detach()
                     if tensor.ndim == 1 and tensor.is_floating_point():

@@ -26,7 +26,7 @@ def model_on_meta(
     """
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # which is given the name of the attention
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,

@@ -54,7 +54,7 @@ def build_tokenizer(file: GGUFFile, pre: str | None = None) -> PreTrainedTokeniz
         raise file.error(f"has a tokenizer of kind {kind!r}; gpt2 and llama can be loaded")
     _add_tokens(file, backend, kind)
     named = _named_tokens(file)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.get("tokenizer.chat_template", str, "") or None,
         add_bos_token=_adds(file, "bos", adds_bos and "bos_token" in named),
