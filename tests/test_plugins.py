@@ -48,6 +48,7 @@ def test_every_component_that_comes_with_pageloom_is_registered_like_anyones(sit
     found = {(entry.kind, entry.name) for entry in Plugins.load(allow=["pageloom"]).components}
     assert found >= {
         ("scheduler", "fcfs"),
+        ("attention_backend", "cpu_paged"),
         ("attention_backend", "naive_contiguous"),
         ("attention_backend", "torch_paged"),
         ("weight_loader", "hf"),

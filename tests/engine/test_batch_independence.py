@@ -86,7 +86,7 @@ def run_workload(engine, workload):
     return [opened[n].collect().outputs[0].token_ids for n in range(len(workload))]
 
 
-@settings(max_examples=50)
+@settings(max_examples=80)
 @given(
     workload=requests,
     block_size=st.sampled_from([1, 3, 4, 16]),
@@ -94,11 +94,12 @@ def run_workload(engine, workload):
     budget=st.integers(1, 48),
     seats=st.integers(1, 6),
     chunked=st.booleans(),
+    backend=st.sampled_from(["torch_paged", "cpu_paged"]),
 )
-def test_with_torch_paged(build, alone, workload, block_size, spare, budget, seats, chunked):
+def test_with_blocks(build, alone, workload, block_size, spare, budget, seats, chunked, backend):
     longest = max(min(len(prompt) + length, MAX_MODEL_LEN) for prompt, length, _ in workload)
     engine = build(
-        attention__backend="torch_paged",
+        attention__backend=backend,
         kv_cache__block_size=block_size,
         kv_cache__num_blocks=-(-longest // block_size) + spare,
         scheduler__max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN,

@@ -14,7 +14,7 @@ from pageloom.config import load_config
 from pageloom.plugins import Plugins
 
 CONFIG = "configs/smollm2.yaml"
-BACKENDS = ["torch_paged", "naive_contiguous"]
+BACKENDS = ["cpu_paged", "torch_paged", "naive_contiguous"]
 MAX_TOKENS = 24
 TOLERANCE = 5e-4  # of a log-probability in float32; differences found are up to 6e-5
 

@@ -26,6 +26,7 @@ versions add hooks, optional arguments and methods with a default. A plugin whos
 differs, or whose minor version is newer than the engine's, is refused by name when it loads.
 """
 
+from pageloom.contract import native
 from pageloom.contract.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -64,4 +65,5 @@ __all__ = [
     "StepRecord",
     "WeightLoader",
     "hookimpl",
+    "native",
 ]

@@ -6,15 +6,8 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pageloom.config import Config, build_options
-from pageloom.contract import (
-    AttentionBackend,
-    AttentionSpec,
-    EngineInfo,
-    KVQuantizer,
-    LayerSpec,
-    Scheduler,
-    WeightLoader,
-)
+from pageloom.contract import AttentionSpec, EngineInfo, KVQuantizer, Scheduler, WeightLoader
+from pageloom.engine.backend_choice import choose_backend
 from pageloom.engine.capacity import count_blocks
 from pageloom.engine.engine import Engine
 from pageloom.errors import PageloomError
@@ -56,7 +49,15 @@ def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
         )
     except (ValueError, OSError) as error:
         raise PageloomError(f"model {config.model.path}: {error}") from error
-    name, backend = _backend(config, plugins, model.layers, dtype, device, max_model_len)
+    name, chosen, spec = choose_backend(
+        config,
+        plugins,
+        AttentionSpec(
+            device, dtype, model.layers, 0, max_model_len, quantizer=config.kv_cache.quantizer
+        ),
+    )
+    options = build_options(chosen, config.attention.options)
+    backend = chosen(options, spec, _quantizer(config, plugins))
     num_blocks = count_blocks(
         config,
         model,
@@ -154,44 +155,6 @@ def _eos_token_ids(model_config: PretrainedConfig) -> frozenset[int]:
 def _scheduler(config: Config, plugins: Plugins) -> Scheduler:
     policy: type[Scheduler] = plugins.get("scheduler", config.scheduler.policy)
     return policy(build_options(policy, config.scheduler.options))
-
-
-def _backend(
-    config: Config,
-    plugins: Plugins,
-    layers: tuple[LayerSpec, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> tuple[str, AttentionBackend]:
-    """The backend that the configuration names, or the best that accepts the model."""
-    wanted = config.attention.backend
-    names = plugins.names("attention_backend") if wanted == "auto" else [wanted]
-    accepted: list[tuple[int, str, type[AttentionBackend], AttentionSpec]] = []
-    refused: list[str] = []
-    for name in names:
-        backend: type[AttentionBackend] = plugins.get("attention_backend", name)
-        if wanted == "auto" and backend.auto_rank <= 0:
-            continue
-        try:
-            block_size = backend.block_size(config.kv_cache.block_size, max_model_len)
-        except ValueError as error:
-            refused.append(f"{name}: {error}")
-            continue
-        quantizer = config.kv_cache.quantizer
-        spec = AttentionSpec(device, dtype, layers, block_size, max_model_len, quantizer)
-        if reason := backend.check(spec):
-            refused.append(f"{name} {reason}")
-        else:
-            accepted.append((backend.auto_rank, name, backend, spec))
-    if not accepted:
-        raise PageloomError(
-            "no attention backend can run this model here: "
-            f"{'; '.join(refused) or 'none is registered'}"
-        )
-    _, name, chosen, spec = max(accepted, key=lambda choice: choice[:2])
-    options = build_options(chosen, config.attention.options)
-    return name, chosen(options, spec, _quantizer(config, plugins))
 
 
 def _quantizer(config: Config, plugins: Plugins) -> KVQuantizer | None:

@@ -79,14 +79,9 @@ class TorchPaged(CachedAttention):
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.store(layer, k, v)
+        self.decode_all(layer, q, out, sinks)
         spec = self.spec.layers[layer]
-        plan = self._plans[_shape(spec)]
-        for group in plan.decodes:
-            keys, values = self.gather(layer, group.rows)
-            queries = q.index_select(0, group.queries)
-            result = attend_decodes(queries, keys, values, spec, group.mask, sinks)
-            out.index_copy_(0, group.queries, result)
-        for prefill in plan.prefills:
+        for prefill in self._plans[_shape(spec)].prefills:
             mine = slice(prefill.start, prefill.end)
             if prefill.rows is None:
                 keys, values = k[mine].transpose(0, 1), v[mine].transpose(0, 1)
@@ -94,24 +89,38 @@ class TorchPaged(CachedAttention):
                 keys, values = self.gather(layer, prefill.rows)
             attend_prefill(q[mine], keys, values, out[mine], spec, self._masks, sinks)
 
+    def decode_all(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
+        """Attend for the sequences with one query token, which are the first rows of ``q``."""
+        spec = self.spec.layers[layer]
+        for group in self._plans[_shape(spec)].decodes:
+            keys, values = self.gather(layer, group.rows)
+            queries = q.index_select(0, group.queries)
+            result = attend_decodes(queries, keys, values, spec, group.mask, sinks)
+            out.index_copy_(0, group.queries, result)
+
+    def plan_decodes(
+        self, batch: AttentionBatch, layer: LayerSpec, seen: list[int]
+    ) -> list[DecodeGroup]:
+        """What `decode_all` needs in layers like ``layer``; ``seen`` is tokens per sequence."""
+        token_bytes = 2 * layer.num_kv_heads * layer.head_size * self.spec.dtype.itemsize
+        most_tokens = self._workspace_bytes // token_bytes
+        groups = group_by_length(seen[: batch.num_decodes], self._call_cost, most_tokens)
+        return [self._plan_group(batch, group, seen, layer) for group in groups]
+
     def _plan_layers(self, batch: AttentionBatch, layer: LayerSpec) -> LayerPlan:
         lengths, counts = batch.seq_lens_host.tolist(), batch.query_start_host.diff().tolist()
         seen = [seen_tokens(layer, *both) for both in zip(lengths, counts, strict=True)]
-        token_bytes = 2 * layer.num_kv_heads * layer.head_size * self.spec.dtype.itemsize
-        decodes = group_by_length(
-            seen[: batch.num_decodes],
-            self._call_cost,
-            self._workspace_bytes // token_bytes,
-        )
         return LayerPlan(
-            [self._plan_decodes(batch, group, seen, layer) for group in decodes],
+            self.plan_decodes(batch, layer, seen),
             [
                 self._plan_prefill(batch, i, seen, layer)
                 for i in range(batch.num_decodes, batch.num_seqs)
             ],
         )
 
-    def _plan_decodes(
+    def _plan_group(
         self, batch: AttentionBatch, members: list[int], seen: list[int], layer: LayerSpec
     ) -> DecodeGroup:
         # Whole vectors of columns: the sums of a sequence are then formed in the same order

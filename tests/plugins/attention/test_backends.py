@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Case, Rig
 
-from pageloom.contract import AttentionBackend, KVQuantizer, LayerSpec
+from pageloom.contract import AttentionBackend, KVQuantizer, LayerSpec, native
 from pageloom.contract import attention as attention_contract
+from pageloom_attention.cpu_paged import CPUPaged
 from pageloom_attention.naive_contiguous import NaiveContiguous
 from pageloom_attention.torch_paged import TorchPaged
 
@@ -209,6 +210,15 @@ class TestTorchPaged(AttentionSuite):
     @pytest.mark.parametrize("name", CASES)
     def test_refuses_no_case(self, name):
         assert CASES[name].refusal(self.backend) is None
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="there is no C++ compiler")
+class TestCPUPaged(AttentionSuite):
+    backend = CPUPaged
+
+    def test_refuses_only_what_it_says(self):
+        refused = {name for name, case in CASES.items() if case.refusal(self.backend)}
+        assert refused == {"float16", "int8 cache", "int8 cache of bfloat16"}
 
 
 class TestNaiveContiguous(AttentionSuite):

@@ -1,0 +1,92 @@
+"""Native code in a plugin: C++ source in, loaded library out.
+
+A plugin ships one ``.cpp`` file whose functions are ``extern "C"``, and calls them by ctypes,
+which costs about a microsecond::
+
+    from pageloom.contract import native
+
+    library = native.build(Path(__file__).with_name("kernel.cpp"))
+    library.my_kernel(tensor.data_ptr(), len(tensor))
+
+The source is compiled for this machine's CPU when it is first needed, and kept under a key of
+source, compiler and CPU features, so that later starts only load it. OpenMP pragmas work; they
+run on the threads of torch, which must be imported before, so ``torch.set_num_threads`` counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+
+
+class NativeBuildError(RuntimeError):
+    """The source could not be compiled or loaded; the message holds what the compiler said."""
+
+
+def find_compiler() -> list[str] | None:
+    """The command of the C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ there is."""
+    if named := shlex.split(os.environ.get("CXX", "")):
+        return named if shutil.which(named[0]) else None
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    return [found] if found else None
+
+
+def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile ``source`` with `FLAGS` and ``flags``, unless that was done before, and load it.
+
+    Libraries are kept in ``$XDG_CACHE_HOME/pageloom`` (``~/.cache/pageloom``); several processes
+    may build at the same time. Raises `NativeBuildError` if there is no compiler, if it fails, or
+    if the library cannot be loaded.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeBuildError("there is no C++ compiler: install one (c++), or set CXX")
+    command = [*compiler, *FLAGS, *flags]
+    # The predefined macros tell the compiler's version and the features of this CPU.
+    macros = _run([*command, "-x", "c++", "-dM", "-E", os.devnull])
+    key = hashlib.sha256("\0".join([*command, macros, source.read_text("utf-8")]).encode())
+    library = _cache() / f"{source.stem}-{key.hexdigest()[:32]}.so"
+    if not library.exists():
+        _compile(command, source, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeBuildError(
+            f"{source.name} was compiled but cannot be loaded: {error}"
+        ) from error
+
+
+def _compile(command: Sequence[str], source: Path, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        _run([*command, "-c", str(source), "-o", str(compiled)])
+        # Linked without an OpenMP runtime of its own: the symbols are those that torch has loaded.
+        linking = [argument for argument in command if argument != "-fopenmp"]
+        undefined = ["-undefined", "dynamic_lookup"] if os.uname().sysname == "Darwin" else []
+        _run([*linking, "-shared", *undefined, str(compiled), "-o", str(linked)])
+        linked.replace(library)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NativeBuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        raise NativeBuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "pageloom")

@@ -1,0 +1,71 @@
+"""Which attention backend serves a model here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from pageloom.config import Config
+from pageloom.contract import AttentionBackend, AttentionSpec
+from pageloom.errors import PageloomError
+from pageloom.plugins import PluginError, Plugins
+
+log = logging.getLogger(__name__)
+
+KIND = "attention_backend"
+
+
+def choose_backend(
+    config: Config, plugins: Plugins, spec: AttentionSpec
+) -> tuple[str, type[AttentionBackend], AttentionSpec]:
+    """The backend that ``attention.backend`` names, or for ``auto`` the highest rank that accepts.
+
+    ``spec`` is what is asked for, with any block size. Returns the name, the class, and the spec
+    with the block size that the backend answered. Raises `PageloomError` with every reason if
+    none accepts; a refusal that makes ``auto`` take a lower rank is logged.
+    """
+    if config.attention.backend != "auto":
+        name = config.attention.backend
+        backend: type[AttentionBackend] = plugins.get(KIND, name)
+        answer = _ask(backend, config, spec)
+        if isinstance(answer, str):
+            raise PageloomError(f"attention.backend {name} {answer}")
+        return name, backend, answer
+    refused: list[str] = []
+    for name, backend in _ranked(plugins, refused):
+        answer = _ask(backend, config, spec)
+        if isinstance(answer, str):
+            refused.append(f"{name} {answer}")
+            continue
+        for reason in refused:
+            log.warning("attention backend %s; %s takes over", reason, name)
+        return name, backend, answer
+    reasons = "; ".join(refused) or "none is registered"
+    raise PageloomError(f"no attention backend can run this model here: {reasons}")
+
+
+def _ranked(plugins: Plugins, failed: list[str]) -> list[tuple[str, type[AttentionBackend]]]:
+    """The backends that ``auto`` may take, best first; those that cannot be imported go to
+    ``failed``."""
+    found: list[tuple[str, type[AttentionBackend]]] = []
+    for name in plugins.names(KIND):
+        try:
+            backend: type[AttentionBackend] = plugins.get(KIND, name)
+        except PluginError as error:
+            failed.append(str(error))
+            continue
+        if backend.auto_rank > 0:
+            found.append((name, backend))
+    return sorted(found, key=lambda entry: -entry[1].auto_rank)
+
+
+def _ask(
+    backend: type[AttentionBackend], config: Config, spec: AttentionSpec
+) -> AttentionSpec | str:
+    """The spec with the backend's block size, or why it refuses."""
+    try:
+        block_size = backend.block_size(config.kv_cache.block_size, spec.max_model_len)
+    except ValueError as error:
+        return f"refuses kv_cache.block_size {config.kv_cache.block_size}: {error}"
+    answered = replace(spec, block_size=block_size)
+    return backend.check(answered) or answered
