@@ -226,7 +226,7 @@ def test_views_are_read_only():
             {"num_blocks": 10},
             r"15 KV blocks \(40 prompt \+ 20 output",
         ),
-        (40, None, {"num_blocks": 10}, r"16 KV blocks \(40 prompt \+ 24 output"),
+        (42, None, {"num_blocks": 10}, r"11 KV blocks \(42 prompt \+ 1 output"),
         (
             30,
             4,
@@ -260,6 +260,23 @@ def test_a_request_id_is_used_once_at_a_time():
         planner.add(make_request("a", 4, 1))
     step(planner)
     planner.add(make_request("a", 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "total"),
+    [
+        ({"max_model_len": 30}, 30),
+        ({"num_blocks": 5}, 21),
+        ({"max_num_batched_tokens": 25, "enable_chunked_prefill": False}, 26),
+    ],
+)
+def test_without_max_tokens_a_request_takes_all_the_room_there_is(limits, total):
+    planner = make_planner(Policy(run_all), **limits)
+    request = make_request("a", 10, None)
+    planner.add(request)
+    while planner.has_requests:
+        step(planner)
+    assert 10 + len(request.branches[0].output_token_ids) == total
 
 
 def test_max_tokens_end_at_max_model_len():

@@ -69,8 +69,8 @@ class SamplingParams:
     stop strings do not end it."""
 
     max_tokens: int | None = None
-    """Most tokens of output. None, the default, leaves only ``max_model_len`` as the limit: a
-    model ends its answers by itself, and an answer cut off after an arbitrary small number
+    """Most tokens of output. None, the default, takes all that ``max_model_len`` and the KV cache
+    have room for: a model ends its answers by itself, and an answer cut off after an arbitrary small number
     looks like a fault."""
 
     logprobs: int | None = None

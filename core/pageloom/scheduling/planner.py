@@ -90,8 +90,7 @@ class Planner:
         if its id is taken or its prompt is empty; then nothing is changed."""
         if request.request_id in self:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self._check_size(request)
-        request.open(self.pool, self.limits.block_size, self.limits.max_model_len)
+        request.open(self.pool, self.limits.block_size, self._max_tokens(request))
         self.waiting[request.request_id] = request
 
     def plan(self) -> StepPlan:
@@ -191,7 +190,11 @@ class Planner:
                 f"{self.pool.num_blocks} blocks free"
             )
 
-    def _check_size(self, request: Request) -> None:
+    def _max_tokens(self, request: Request) -> int:
+        """Most output tokens of a request: what it asks for, or else all that there is room for.
+
+        The last token is returned and never computed, so it needs no room but in the model.
+        """
         limits, prompt = self.limits, len(request.prompt_token_ids)
         name = f"request {request.request_id}"
         if not prompt:
@@ -201,19 +204,25 @@ class Planner:
                 f"{name} has a prompt of {prompt} tokens, but max_model_len is "
                 f"{limits.max_model_len} and must leave room for one output token"
             )
-        asked = request.params.max_tokens
-        total = min(prompt + (asked or limits.max_model_len), limits.max_model_len)
-        # The last token is returned and never computed.
-        needed = blocks_for(total - 1, limits.block_size)
+        asked, room = request.params.max_tokens, limits.max_model_len - prompt
+        output = min(asked or 1, room)  # what it needs at least
+        computed = prompt + output - 1
+        needed = blocks_for(computed, limits.block_size)
         if needed > self.pool.num_blocks:
             raise RequestTooLargeError(
-                f"{name} may need {needed} KV blocks ({prompt} prompt + {total - prompt} output "
-                f"tokens, {limits.block_size} per block), but the pool has {self.pool.num_blocks}; "
-                f"lower max_tokens, or raise kv_cache.memory"
+                f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens, "
+                f"{limits.block_size} per block), but the pool has {self.pool.num_blocks}; "
+                f"shorten it, or raise kv_cache.memory"
             )
-        if not limits.enable_chunked_prefill and total - 1 > limits.max_num_batched_tokens:
+        if not limits.enable_chunked_prefill and computed > limits.max_num_batched_tokens:
             raise RequestTooLargeError(
-                f"{name} may have to compute {total - 1} tokens in one step, but "
+                f"{name} may have to compute {computed} tokens in one step, but "
                 f"max_num_batched_tokens is {limits.max_num_batched_tokens} and "
                 f"enable_chunked_prefill is off"
             )
+        if asked is not None:
+            return output
+        most = self.pool.num_blocks * limits.block_size
+        if not limits.enable_chunked_prefill:
+            most = min(most, limits.max_num_batched_tokens)
+        return min(room, most + 1 - prompt)

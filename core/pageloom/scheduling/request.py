@@ -103,7 +103,7 @@ class Request:
         self.priority = priority
         self.user = user
         self.metadata = MappingProxyType(dict(metadata))
-        self.max_tokens = 0  # set on arrival, bounded by max_model_len
+        self.max_tokens = 0  # set on arrival, when it is known what there is room for
         self.branches: list[Branch] = []
         self.status = Status.WAITING
         self.num_cached = 0
@@ -113,11 +113,9 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.view = View(self)
 
-    def open(self, pool: BlockPool, block_size: int, max_model_len: int) -> None:
+    def open(self, pool: BlockPool, block_size: int, max_tokens: int) -> None:
         """Make the first branch; its table is empty until the request is admitted."""
-        room = max_model_len - len(self.prompt_token_ids)
-        asked = self.params.max_tokens
-        self.max_tokens = room if asked is None else min(asked, room)
+        self.max_tokens = max_tokens
         self.branches = [Branch(self, 0, BlockTable(pool, block_size))]
 
     def stop_reason_of(self, branch: Branch) -> FinishReason | None:
