@@ -9,9 +9,9 @@ PIP := $(BIN)/pip --disable-pip-version-check
 demo: $(VENV)/.demo
 	$(BIN)/pageloom generate configs/smollm2.yaml --chat --stream --stats \
 		--temperature 0 --max-tokens 120 \
-		"What is a page table? Answer in two sentences." \
-		"Write a haiku about memory." \
-		"Why is the sky blue?"
+		"What is the capital of France?" \
+		"Why is the sky blue? One sentence." \
+		"What is a page table? Answer in two sentences."
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

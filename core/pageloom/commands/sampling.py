@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pageloom.scheduling import SamplingParams
 
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most output tokens per prompt; default: up to max_model_len.")
+    int | None, typer.Option(help="Most output tokens per prompt; default: all there is room for.")
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]

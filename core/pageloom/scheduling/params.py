@@ -70,8 +70,8 @@ class SamplingParams:
 
     max_tokens: int | None = None
     """Most tokens of output. None, the default, takes all that ``max_model_len`` and the KV cache
-    have room for: a model ends its answers by itself, and an answer cut off after an arbitrary small number
-    looks like a fault."""
+    have room for: a model ends its answers by itself, and an answer cut off after an arbitrary
+    small number looks like a fault."""
 
     logprobs: int | None = None
     """Return the log-probability of each output token and of this many likeliest ones."""
