@@ -71,6 +71,7 @@ def test_text_is_printed_with_statistics_beside_it():
         (["--file", "/nowhere"], "prompts cannot be read from /nowhere"),
         (["--file", "/nowhere", "hi"], "as arguments or in --file, not both"),
         ([], "standard input holds no prompt"),
+        (["caf\udce9"], "not valid Unicode"),
         (["--set", "model.max_model_len=16", "one two three four " * 9], "max_model_len is 16"),
     ],
 )
@@ -79,6 +80,27 @@ def test_what_cannot_be_generated_is_one_clear_error(arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_line_ends_at_a_line_feed_and_nothing_else(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("\ufeffone\u2028line\r\n\r\ntwo\x0clines\n".encode())
+    result = generate("--json", "--file", str(prompts))
+    shown = [json.loads(line)["prompt"] for line in result.stdout.split("\n") if line]
+    assert shown == ["one\u2028line", "two\x0clines"]
+    prompts.write_bytes(b"caf\xe9\n")
+    result = generate("--file", str(prompts))
+    assert (result.returncode, "prompts cannot be read" in result.stderr) == (2, True)
+
+
+def test_a_chat_goes_on_after_a_message_that_does_not_fit():
+    said = "Say hi.\n" + "word " * 200 + "\n/reset\nSay hi.\n"
+    limits = ["--set", "model.max_model_len=128", "--temperature", "0", "--max-tokens", "20"]
+    result = pageloom("chat", "configs/smollm2.yaml", *SMALL, *limits, stdin=said)
+    assert result.returncode == 0
+    assert result.stderr.count("max_model_len is 128") == 1
+    first, second = [line for line in result.stdout.splitlines() if line]
+    assert first == second
 
 
 def test_a_chat_remembers_until_it_is_reset():

@@ -15,7 +15,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from pageloom.discovery import (
     choose,
     installed,
 )
-from pageloom.errors import one_line, suggest
+from pageloom.errors import PageloomError, one_line, suggest
 
 __all__ = [
     "KINDS",
@@ -49,6 +50,7 @@ __all__ = [
     "PluginFailure",
     "Plugins",
     "UnknownPluginError",
+    "blame",
 ]
 
 log = logging.getLogger(__name__)
@@ -296,6 +298,17 @@ class Plugins:
         names = self.names(kind)
         text = f"there is no {_label(kind)} {name!r}; {suggest(name, names)}"
         return f"{text}; {self.unloaded()}" if self.unloaded() else text
+
+
+@contextmanager
+def blame(kind: str, name: str) -> Iterator[None]:
+    """Name the component in whatever its code raises, as a `PluginError`."""
+    try:
+        yield
+    except PageloomError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{_label(kind)} {name!r} failed: {one_line(error)}") from error
 
 
 def _label(kind: str) -> str:

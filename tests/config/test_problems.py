@@ -38,6 +38,8 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
          '"4GiB" or "512MiB", or a number of bytes, or null'),
         ("kv_cache: {memory: true}", "c.yaml:3: kv_cache.memory = true: expected a size such as "
          '"4GiB" or "512MiB", or a number of bytes, or null'),
+        ("runtime: {num_threads: 100000}", "c.yaml:3: runtime.num_threads = 100000: expected an "
+         "integer from 1 to 1024, or null"),
         ("runtime: {debug: 1}", "c.yaml:3: runtime.debug = 1: expected true or false"),
         ("runtime: {debug: maybe}", 'c.yaml:3: runtime.debug = "maybe": expected true or false'),
         ("runtime: {device: gpu}", 'c.yaml:3: runtime.device = "gpu": expected auto, cpu, cuda or '

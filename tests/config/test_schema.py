@@ -4,6 +4,7 @@ import pytest
 
 from pageloom.config import Config
 from pageloom.config.rules import parse_size
+from pageloom.config.schema import RuntimeConfig
 
 REQUIRED = "???"
 
@@ -78,3 +79,9 @@ def test_sizes_are_bytes(size, number):
 def test_what_is_no_size(size):
     with pytest.raises(ValueError, match=r"is not a size|is less than one byte"):
         parse_size(size)
+
+
+@pytest.mark.parametrize(("threads", "valid"), [(0, False), (1, True), (1024, True), (1025, False)])
+def test_threads_are_bounded(threads, valid):
+    (field,) = [f for f in dataclasses.fields(RuntimeConfig) if f.name == "num_threads"]
+    assert field.metadata["rule"].accepts(threads) is valid

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -141,3 +143,63 @@ def test_a_loop_that_ended_leaves_no_request_behind(engine):
     asyncio.run(read(served, PROMPTS[1]))
     served.shutdown()
     assert not engine.has_requests
+
+
+def test_a_reused_id_is_not_aborted_by_its_former_owner(engine):
+    async def scenario(served):
+        first = served.generate(PROMPTS[0], GREEDY, request_id="mine")
+        async for chunk in first:
+            if chunk.finish_reason:
+                break
+        second = asyncio.create_task(read(served, PROMPTS[1], request_id="mine"))
+        await asyncio.sleep(0.1)
+        await first.aclose()
+        return await second
+
+    assert run(engine, scenario)[-1].finish_reason == "length"
+
+
+def test_a_dead_engine_thread_leaves_nobody_waiting(engine, monkeypatch):
+    def leave(*_):
+        raise SystemExit(3)
+
+    async def scenario(served):
+        task = asyncio.create_task(read(served, PROMPTS[0], SamplingParams(ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        monkeypatch.setattr(engine.runner, "run", leave)
+        with pytest.raises(EngineClosedError, match="died of SystemExit: 3"):
+            await task
+        with pytest.raises(EngineClosedError):
+            await read(served, PROMPTS[0])
+
+    run(engine, scenario)
+
+
+def test_prompt_logprobs_come_with_the_first_token(engine):
+    asked = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+
+    async def scenario(served):
+        return await read(served, PROMPTS[0], asked)
+
+    first, second = run(engine, scenario)
+    ids = engine.encode(PROMPTS[0])
+    assert [entry and entry.token_id for entry in first.prompt_logprobs] == [None, *ids[1:]]
+    assert second.prompt_logprobs is None
+
+
+def test_an_engine_that_is_never_shut_down_ends_with_its_process():
+    script = """
+import asyncio
+from pageloom import AsyncEngine, SamplingParams
+
+async def walk_away():
+    engine = AsyncEngine.from_config("configs/smollm2.yaml", ["kv_cache.memory=64MiB"])
+    await anext(engine.generate("Hello", SamplingParams(ignore_eos=True)))
+    return engine
+
+engine = asyncio.run(walk_away())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
+    )
+    assert (done.returncode, done.stderr) == (0, "")

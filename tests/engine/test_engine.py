@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from pageloom import Engine, SamplingParams
 from pageloom.contract import hookimpl
@@ -84,6 +86,40 @@ def test_an_aborted_request_says_so(engine):
     engine.abort("mine")
 
 
+def test_add_request_and_step_give_every_chunk_also_when_others_step(engine):
+    names = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    chunks = engine.step()
+    engine.generate(PROMPTS[2], GREEDY)
+    engine.abort(engine.add_request(PROMPTS[0], GREEDY, request_id="mine"))
+    while engine.has_requests:
+        chunks += engine.step()
+    chunks += engine.step()
+    alone = texts(engine.generate(PROMPTS[:2], GREEDY))
+    got = ["".join(chunk.text for chunk in chunks if chunk.request_id == name) for name in names]
+    assert got == alone
+    assert [c.finish_reason for c in chunks if c.request_id == "mine"] == ["abort"]
+
+
+def test_a_reused_id_is_not_aborted_by_its_former_owner(engine):
+    stream = engine.stream(PROMPTS[0], GREEDY, request_id="mine")
+    while not next(stream).finish_reason:
+        pass
+    opened = engine.open_request(PROMPTS[1], GREEDY, request_id="mine")
+    stream.close()
+    assert not opened.finished
+    engine.abort("mine")
+    assert opened.finished
+
+
+def test_own_ids_step_aside_for_those_of_clients(engine):
+    last = int(engine.add_request(PROMPTS[0], GREEDY).removeprefix("request-"))
+    engine.add_request(PROMPTS[0], GREEDY, request_id=f"request-{last + 1}")
+    assert engine.add_request(PROMPTS[0], GREEDY) == f"request-{last + 2}"
+    for number in range(3):
+        engine.abort(f"request-{last + number}")
+    engine.step()
+
+
 def test_stop_strings_end_the_text_before_them(engine):
     (whole,) = engine.generate(PROMPTS[1], GREEDY)
     stop = whole.outputs[0].text[5:8]
@@ -150,12 +186,41 @@ def test_a_seed_repeats_whatever_the_batch(engine):
         ([0, -1], None, "prompt token id -1"),
         ([1] * 8192, None, "a prompt of 8192 tokens, but max_model_len is 8192"),
         ("hi", SamplingParams(logit_bias={60000: 1.0}), "logit_bias names token id 60000"),
+        ([1, 2.5], None, "a prompt is text or a list of token ids"),
+        ([1, True], None, "True is not a token id"),
+        ([[1, "a"]], None, "a prompt is text or a list of token ids"),
+        (b"hi", None, "a prompt is text or token ids, not bytes"),
+        ("\ud800", None, "not valid Unicode"),
+        ("x" * 10**8, None, "has 100,000,000 characters, more than 8192 tokens"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(engine, prompt, params, message):
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, params)
     assert not engine.has_requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"params": {"temperature": 0}}, "params must be SamplingParams, not dict"),
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"user": None}, "user must be a text"),
+        ({"request_id": ""}, "request_id must be a text that is not empty"),
+        ({"request_id": 5}, "request_id must be a text"),
+        ({"metadata": 5}, "metadata must be a mapping"),
+    ],
+)
+def test_fields_of_a_request_are_checked(engine, fields, message):
+    with pytest.raises(ValueError, match=message):
+        engine.open_request("hi", **fields)
+
+
+def test_arrays_are_token_ids(engine):
+    ids = engine.encode(PROMPTS[0])
+    (expected,) = texts(engine.generate(ids, GREEDY))
+    for given in (np.array(ids), torch.tensor(ids), [np.array(ids)], [np.int64(i) for i in ids]):
+        assert texts(engine.generate(given, GREEDY)) == [expected]
 
 
 def test_if_one_prompt_is_refused_none_runs(engine):
@@ -177,7 +242,10 @@ def test_observers_see_every_step_and_request(engine):
 
 def test_a_failing_step_ends_every_request_and_the_engine_goes_on(engine, monkeypatch):
     opened = engine.open_request(PROMPTS[0], GREEDY)
+    other = engine.open_request(PROMPTS[1], GREEDY)
     engine.step()
+    # Not even when ending one of them fails.
+    monkeypatch.setattr(opened._detokenizer, "finish", lambda: 1 / 0)
 
     def fail(view, plan):
         raise ZeroDivisionError("oops")
@@ -187,9 +255,60 @@ def test_a_failing_step_ends_every_request_and_the_engine_goes_on(engine, monkey
         with pytest.raises(PolicyError, match="'fcfs' failed: ZeroDivisionError: oops"):
             engine.step()
     assert opened.collect().outputs[0].finish_reason == "error"
+    assert other.collect().outputs[0].finish_reason == "error"
     assert not engine.has_requests
     assert engine.planner.pool.num_used == 0
     assert engine.generate(PROMPTS[0], GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_row_without_a_distribution_ends_only_its_own_request(engine, monkeypatch, caplog):
+    expected = texts(engine.generate(PROMPTS[1], GREEDY))
+    first = engine.open_request(PROMPTS[0], GREEDY)
+    second = engine.open_request(PROMPTS[1], GREEDY)
+    logits = engine.runner.model.logits
+
+    def broken(hidden):
+        result = logits(hidden)
+        result[0] = float("nan")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.model, "logits", broken)
+        engine.step()
+    assert first.collect().outputs[0].finish_reason == "error"
+    assert f"request {first.request.request_id} ends" in caplog.text
+    while not second.finished:
+        engine.step()
+    # A prefill of more tokens comes later in the batch, so row 0 was the first request's.
+    assert texts([second.collect()]) == expected
+
+
+def test_an_observer_may_abort_others(engine):
+    class Aborter:
+        @hookimpl
+        def request_finished(self, record):
+            if record.finish_reason == "length":
+                for name in [*engine._open]:
+                    engine.abort(name)
+
+    aborter = Aborter()
+    engine.plugins.register_observer(aborter)
+    first, second = (engine.open_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    while engine.has_requests:
+        engine.step()
+    engine.plugins._manager.unregister(aborter)
+    engine.plugins._refresh_observers()
+    ended = sorted(r.collect().outputs[0].finish_reason for r in (first, second))
+    assert ended == ["abort", "length"]
+
+
+def test_statistics_see_requests_that_finish_in_their_first_step(engine):
+    stats = EngineStats()
+    engine.plugins.register_observer(stats)
+    engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1))
+    assert stats.peak_running == 3
+    assert stats.peak_blocks == 3
+    assert stats.kv_utilization > 0
 
 
 def test_an_observer_that_raises_does_not_stop_the_engine(engine, caplog):
@@ -210,6 +329,7 @@ def test_an_observer_that_raises_does_not_stop_the_engine(engine, caplog):
         ("model.path=/nowhere/model.gguf", "/nowhere/model.gguf does not exist"),
         ("runtime.device=cuda:7", "runtime.device is cuda:7"),
         ("kv_cache.memory=1KiB", "no KV block fits"),
+        ("kv_cache.memory=100TiB", "asks for 102,400.0 GiB of KV cache"),
     ],
 )
 def test_an_engine_that_cannot_be_built_says_why(override, message):

@@ -219,3 +219,67 @@ def test_tensors_that_do_not_fit_are_all_named():
         "unexpected or repeated: model.layers.0.self_attn.q_proj.bias; "
         "of the wrong shape: model.norm.weight is [63], not [64]."
     )
+
+
+@pytest.mark.parametrize(
+    "make_config",
+    [
+        lambda: MistralConfig(**BASE, attention_bias=True, mlp_bias=True),
+        lambda: Qwen2Config(**BASE, attention_bias=True, mlp_bias=True),
+        lambda: Qwen2Config(**BASE, attention_bias=False),
+        lambda: Qwen3Config(**BASE, mlp_bias=True),
+    ],
+)
+def test_switches_that_the_type_does_not_have_are_ignored(make_config):
+    reference = reference_model(make_config())
+    model = pageloom_model(reference)
+    assert isinstance(model, Decoder)
+    (tokens,) = prompts((20,))
+    (found,) = run(model, DenseAttention(model.layers), [(0, tokens, 0)])
+    torch.testing.assert_close(found, expected_logits(reference, tokens), atol=2e-4, rtol=1e-4)
+
+
+NOT_WEIGHTS = [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", NOT_WEIGHTS)
+def test_tensors_that_are_no_plain_floating_point_are_refused_by_name(dtype):
+    state = dict(reference_model(CONFIGS["llama"]).state_dict())
+    name = "model.layers.1.mlp.down_proj.weight"
+    state[name] = state[name].to(dtype)
+    with pytest.raises(UnsupportedModelError) as caught:
+        pageloom_model(reference_model(CONFIGS["llama"]), state=state)
+    assert f"does not unpack: {name} is {str(dtype).removeprefix('torch.')}." in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_are_cast_to_the_dtype_that_is_run(dtype):
+    reference = reference_model(CONFIGS["llama"])
+    state = {name: tensor.to(dtype) for name, tensor in reference.state_dict().items()}
+    model = pageloom_model(reference, state=state)
+    reference.load_state_dict(state)
+    (tokens,) = prompts((20,))
+    (found,) = run(model, DenseAttention(model.layers), [(0, tokens, 0)])
+    torch.testing.assert_close(found, expected_logits(reference, tokens), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_size": -3}, "vocab_size -3, but it must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0, but"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0, but"),
+        ({"num_key_value_heads": 3}, "4 attention heads, which cannot share 3 key-value heads"),
+        ({"head_dim": -8}, "head_dim -8, but"),
+        ({"intermediate_size": 0}, "intermediate_size 0, but"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(sizes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        build_model(
+            InMemoryLoader(None, {}),
+            LlamaConfig(**BASE | sizes),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=MAX_LEN,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,10 @@ def test_it_is_used_only_when_named(llama: Path) -> None:
     assert not DummyLoader.detect("org/name")
 
 
-def test_a_negative_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="initializer_range must be 0 or more"):
-        DummyLoader.Config(initializer_range=-0.1)
+@pytest.mark.parametrize("spread", [-0.1, math.nan, math.inf, -math.inf])
+def test_a_range_that_is_no_spread_is_refused(spread: float) -> None:
+    with pytest.raises(ValueError, match="initializer_range must be 0 or more and finite"):
+        DummyLoader.Config(initializer_range=spread)
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from test_decoder import (
     BASE,
     LONGROPE,
     MAX_LEN,
+    NOT_WEIGHTS,
     ORIGINAL,
     expected_logits,
     pageloom_model,
@@ -18,9 +19,10 @@ from test_decoder import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
+from pageloom.models.build import build_model
 from pageloom.models.fallback import TransformersModel
 from pageloom.models.model import UnsupportedModelError
-from reference import DenseAttention
+from reference import DenseAttention, InMemoryLoader
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -291,3 +293,68 @@ def test_a_mask_that_is_no_window_is_refused(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create_chunked_causal_mask)
     with pytest.raises(UnsupportedModelError, match="a mask other than causal or sliding window"):
         pageloom_model(reference)
+
+
+UNKNOWN = {
+    "activation": (
+        lambda: hf.LlamaConfig(**BASE, hidden_act="bogus"),
+        "llama cannot be served: its configuration has 'bogus' as hidden_act, which",
+    ),
+    "activation of gpt2": (
+        lambda: hf.GPT2Config(**GPT2, **IDS, activation_function="bogus"),
+        "gpt2 cannot be served: its configuration has 'bogus' as activation_function, which",
+    ),
+    "rope type": (
+        lambda: hf.LlamaConfig(**BASE, **rope("bogus")),
+        "llama cannot be served: its configuration has 'bogus' as rope_parameters.rope_type, which",
+    ),
+    "rope type of the wrong kind": (
+        lambda: hf.LlamaConfig(**BASE, **rope(["x"])),
+        "llama cannot be served: its configuration cannot be used (TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_transformers_does_not_know_is_named_with_its_key(name):
+    make_config, message = UNKNOWN[name]
+    with pytest.raises(UnsupportedModelError) as caught:
+        build_model(
+            InMemoryLoader(None, {}),
+            make_config(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_model_len=MAX_LEN,
+        )
+    assert str(caught.value).startswith(message)
+
+
+def test_a_model_that_fails_on_two_tokens_is_refused(monkeypatch):
+    def fail(self, x):
+        raise IndexError("too far")
+
+    reference = gelu_llama()
+    monkeypatch.setattr(LlamaMLP, "forward", fail)
+    with pytest.raises(UnsupportedModelError, match=r"two tokens \(IndexError: too far\)"):
+        pageloom_model(reference)
+
+
+@pytest.mark.parametrize("dtype", NOT_WEIGHTS)
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_tensors_that_are_no_plain_floating_point_are_refused_by_name(name, dtype):
+    reference = reference_model(CONFIGS[name]())
+    state = dict(reference.state_dict())
+    weight = next(n for n, t in state.items() if ".0." in n and t.ndim == 2)
+    state[weight] = state[weight].to(dtype)
+    with pytest.raises(UnsupportedModelError, match=f"{weight} is {str(dtype)[6:]}"):
+        pageloom_model(reference, state=state)
+
+
+def test_the_integer_masks_of_old_gpt2_checkpoints_are_dropped():
+    reference = reference_model(CONFIGS["gpt2"]())
+    state = dict(reference.state_dict())
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
+    model = pageloom_model(reference, state=state)
+    (tokens,) = prompts((20,))
+    (found,) = run(model, DenseAttention(model.layers), [(0, tokens, 0)])
+    torch.testing.assert_close(found, expected_logits(reference, tokens), atol=2e-4, rtol=1e-4)

@@ -251,7 +251,19 @@ def test_several_files_without_an_index_are_not_guessed(saved: Path) -> None:
         ("config.json", "{}", "has no 'model_type'"),
         ("config.json", '{"model_type": "from-the-future"}', "cannot be used: .*from-the-future"),
         ("config.json", '{"model_type": "llama", "hidden_size": "x"}', "cannot be used"),
+        ("config.json", "[" * 100_000, "is not valid JSON"),
+        ("config.json", '{"model_type": ["llama"]}', "model_type .* is not text"),
+        ("config.json", '{"model_type": "llama", "dtype": "bogus"}', "cannot be used.*bogus"),
+        ("config.json", '{"model_type": "llama", "dtype": 7}', "has dtype 7"),
+        ("config.json", '{"model_type": "llama", "dtype": "int8"}', "has dtype torch.int8"),
+        ("config.json", '{"model_type": "llama", "eos_token_id": "x"}', "eos_token_id"),
         ("generation_config.json", "{", "is not valid JSON"),
+        ("generation_config.json", "[]", "does not hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x'"),
+        ("generation_config.json", '{"eos_token_id": [1, "x"]}', "must be a token id or a list"),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}', "must be a token id or a list"),
+        ("generation_config.json", '{"eos_token_id": 1.5}', "must be a token id or a list"),
+        ("generation_config.json", '{"eos_token_id": true}', "must be a token id or a list"),
     ],
 )
 def test_a_broken_configuration_is_named(
@@ -260,6 +272,23 @@ def test_a_broken_configuration_is_named(
     (saved / name).write_text(content)
     with pytest.raises(ValueError, match=f"(?s){saved / name}.*{message}"):
         hf(saved).model_config()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_that_is_no_text_is_named(saved: Path, name: str) -> None:
+    (saved / name).write_bytes(b'{"model_type": "\xff\xfe"}')
+    with pytest.raises(ValueError, match=f"{saved / name} is not valid JSON"):
+        hf(saved).model_config()
+
+
+def test_a_folder_in_the_place_of_the_weights_is_named(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors").mkdir()
+    assert not HFLoader.detect(str(saved))
+    with pytest.raises(
+        ValueError, match=r"no safetensors files \(model\.safetensors is not a file"
+    ):
+        dict(hf(saved).tensors())
 
 
 def test_a_missing_configuration_is_named(saved: Path) -> None:

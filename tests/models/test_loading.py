@@ -14,7 +14,7 @@ from pageloom.errors import PageloomError
 from pageloom.models.dummy import DummyLoader
 from pageloom.models.hf import HFLoader
 from pageloom.models.loading import open_loader
-from pageloom.plugins import Plugins
+from pageloom.plugins import PluginError, Plugins
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,26 @@ class Greedy(WeightLoader):
 
     def tensors(self) -> Any:
         yield from ()
+
+
+class Broken(Greedy):
+    """Fails when it is asked."""
+
+    @classmethod
+    def detect(cls, path: str) -> bool:
+        raise KeyError("odd")
+
+
+class BrokenLoaders:
+    """A registry in which one loader fails when asked and another cannot be imported."""
+
+    def names(self, kind: str) -> list[str]:
+        return ["absent", "broken", "hf"]
+
+    def get(self, kind: str, name: str) -> type:
+        if name == "absent":
+            raise PluginError("weight loader 'absent' cannot be imported: no module")
+        return {"broken": Broken, "hf": HFLoader}[name]
 
 
 class TwoLoaders:
@@ -95,6 +115,43 @@ def test_trust_reaches_the_loaders_that_can_use_it(plugins: Plugins, folder: Pat
 def test_an_unknown_loader_is_refused(plugins: Plugins) -> None:
     with pytest.raises(PageloomError, match="hff"):
         open_loader(plugins, "org/name", "hff")
+
+
+def test_loaders_that_fail_do_not_hide_the_one_that_knows_the_path(folder: Path) -> None:
+    (folder / "model.safetensors").touch()
+    assert isinstance(open_loader(BrokenLoaders(), str(folder)), HFLoader)
+
+
+def test_loaders_that_fail_are_told_when_no_other_knows_the_path(folder: Path) -> None:
+    with pytest.raises(PageloomError) as raised:
+        open_loader(BrokenLoaders(), str(folder))
+    told = str(raised.value)
+    assert "has no safetensors files" in told
+    assert "'absent' cannot be imported: no module" in told
+    assert "loader 'broken' could not tell: KeyError: 'odd'" in told
+
+
+@pytest.mark.parametrize("config", [b"{", b"[]", b'{"a": "\xff"}', b"[" * 100_000])
+def test_a_broken_configuration_is_named_with_its_cause(
+    plugins: Plugins, folder: Path, config: bytes
+) -> None:
+    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_bytes(config)
+    with pytest.raises(PageloomError, match=rf"{folder / 'config.json'} (is not|does not hold)"):
+        open_loader(plugins, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/null", "is neither a file nor a folder"),
+        ("x/" * 3 + "y" * 5000, "cannot be read: OSError: .*too long"),
+        ("a\0b/c/d", "does not exist"),
+    ],
+)
+def test_a_path_that_is_no_model_is_told(plugins: Plugins, path: str, message: str) -> None:
+    with pytest.raises(PageloomError, match=message):
+        open_loader(plugins, path)
 
 
 def test_several_loaders_ask_for_a_choice(folder: Path) -> None:

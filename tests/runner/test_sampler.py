@@ -55,8 +55,9 @@ def kept_tokens(probs, params, slack=0.0):
     ranked = sorted(range(len(probs)), key=lambda token: -probs[token])
     floor = min(1, params.min_p * (1 + slack)) * probs[ranked[0]]
     ranked = [token for token in ranked if probs[token] >= floor]
-    if params.top_k > 0:
-        ranked = ranked[: params.top_k]
+    if 0 < params.top_k < len(ranked):
+        kth = probs[ranked[params.top_k - 1]] * (1 + min(slack, 0))
+        ranked = [token for token in ranked if probs[token] >= kth]
     mass, total, kept = 0.0, sum(probs[t] for t in ranked), []
     for token in ranked:
         kept.append(token)
@@ -176,6 +177,31 @@ def test_truncation_keeps_exactly_what_min_p_top_k_and_top_p_say(batch):
         assert kept_tokens(exact, row.params, EPSILON) <= kept
         assert kept <= kept_tokens(exact, row.params, -EPSILON)
         assert torch.equal(after[after > 0], before[after > 0])
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1000, 2 * TOP_K_WITHOUT_SORT])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 0.5, 7),  # the likeliest holds 4/10 of the mass, six ties with the second 1/10 each
+        (2, 0.4, 1),
+        (2, 0.41, 7),
+        (3, 1.0, 7),
+        (1, 0.9, 1),
+        (6, 0.39, 1),
+    ],
+)
+def test_ties_with_the_kth_token_belong_to_the_mass_that_top_p_is_of(
+    top_k, top_p, kept, vocab_size
+):
+    weights = torch.zeros(vocab_size)
+    weights[:7] = torch.tensor([1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0]) / 16
+    weights[7:] = 1e-6
+    # Another row of the batch has more of the largest values listed, or all of them sorted.
+    for other in (1, 5, TOP_K_WITHOUT_SORT + 1):
+        probs = torch.stack([weights, weights])
+        truncate(probs, [SamplingParams(top_k=top_k, top_p=top_p), SamplingParams(top_k=other)])
+        assert int(probs[0].count_nonzero()) == kept
 
 
 @pytest.mark.parametrize("top_k", [3, TOP_K_WITHOUT_SORT, TOP_K_WITHOUT_SORT + 1, 900])

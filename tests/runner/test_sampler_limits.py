@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pageloom.runner.sampler import InvalidLogitsError, Sampler, SampleRow
+from pageloom.runner.sampler import Sampler, SampleRow
 from pageloom.scheduling.params import SamplingParams
 
 VOCAB = 24
@@ -87,27 +87,51 @@ def test_results_come_from_the_device_in_one_transfer(monkeypatch):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}])
-def test_rows_with_nan_or_infinite_logits_are_named(value, fields):
-    logits = random_logits(4)
+def test_rows_with_nan_or_infinite_logits_are_named_and_disturb_no_others(value, fields):
+    logits, rows = random_logits(4), [make_row(**fields, logprobs=2, seed=1)] * 4
+    expected = Sampler().sample(logits.clone(), rows)
     logits[1, 7] = logits[3, 0] = value
-    with pytest.raises(InvalidLogitsError, match="row 1, 3 of the batch") as caught:
-        Sampler().sample(logits, [make_row(**fields, logprobs=2)] * 4)
-    assert caught.value.rows == [1, 3]
+    output = Sampler().sample(logits, rows)
+    assert output.invalid == [1, 3]
+    assert [output.token_ids[i] for i in (1, 3)] == [0, 0]
+    assert [output.logprobs[i] for i in (1, 3)] == [None, None]
+    for i in (0, 2):
+        assert output.token_ids[i] == expected.token_ids[i]
+        assert output.logprobs[i] == expected.logprobs[i]
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_k": 2, "min_p": 0.5}])
 def test_a_row_without_any_possible_token_is_named(fields):
     logits = random_logits(2)
     logits[0] = -math.inf
-    with pytest.raises(InvalidLogitsError, match="row 0 of the batch"):
-        Sampler().sample(logits, [make_row(**fields), make_row(temperature=0)])
+    rows = [make_row(**fields), make_row(temperature=0)]
+    assert Sampler().sample(logits, rows).invalid == [0]
 
 
-def test_prompt_logprobs_of_nan_are_refused():
-    logits = random_logits(2)
-    logits[1, 0] = math.nan
-    with pytest.raises(InvalidLogitsError, match="row 1 of"):
-        Sampler().prompt_logprobs(logits, torch.tensor([1, 2]), 0)
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {}, {"top_k": 2, "top_p": 0.5}])
+def test_a_row_whose_every_token_is_banned_is_named(fields):
+    banned = make_row(**fields, min_tokens=1, stop_token_ids=list(range(1, VOCAB)), eos=[0])
+    output = Sampler().sample(random_logits(2), [make_row(), banned])
+    assert output.invalid == [1]
+
+
+def test_end_of_sequence_tokens_outside_the_vocabulary_ban_nothing():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [1, VOCAB - 1]] = torch.tensor([1.0, 2.0])
+    row = make_row(temperature=0, min_tokens=1, eos=[VOCAB, -1, -VOCAB, 10**9])
+    assert Sampler().sample(logits.clone(), [row]).token_ids == [VOCAB - 1]
+    row = make_row(temperature=0, min_tokens=1, eos=[VOCAB, VOCAB - 1])
+    assert Sampler().sample(logits, [row]).token_ids == [1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_prompt_logprobs_of_rows_that_are_no_distribution_are_nan(value, num_top):
+    logits = random_logits(4)
+    logits[1, 0] = value
+    logits[2] = -math.inf
+    scored = Sampler().prompt_logprobs(logits, torch.tensor([1, 2, 3, 4]), num_top)
+    assert [math.isnan(score.logprob) for score in scored] == [False, True, True, False]
 
 
 def test_a_single_possible_token_is_drawn():

@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import math
+import pickle
 import subprocess
 import sys
 
@@ -175,3 +177,17 @@ def test_params_import_no_tensor_library():
     code = "import sys, pageloom.scheduling.params; print({'torch', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_a_checked_logit_bias_can_no_longer_be_changed():
+    params = SamplingParams(logit_bias={1: 2.0})
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = math.nan
+    assert params == SamplingParams(logit_bias={1: 2.0}) != SamplingParams(logit_bias={1: 3.0})
+    assert dataclasses.replace(params, top_k=3) == SamplingParams(logit_bias={1: 2.0}, top_k=3)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logit_bias": {1: 2.0}, "stop": ["x"], "seed": 4}])
+def test_params_can_be_copied_and_pickled(fields):
+    params = SamplingParams(**fields)
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params

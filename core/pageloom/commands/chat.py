@@ -19,7 +19,6 @@ from pageloom.commands.sampling import (
     TopP,
     sampling_params,
 )
-from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
     from pageloom.engine.engine import Engine
@@ -63,8 +62,10 @@ def chat(
         if said == "/reset":
             messages = list(opening)
         elif said:
-            messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": _answer(engine, messages, params)})
+            asked = [*messages, {"role": "user", "content": said}]
+            answer = _answer(engine, asked, params)
+            if answer is not None:
+                messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _read() -> str | None:
@@ -76,16 +77,23 @@ def _read() -> str | None:
     return None if said == "/exit" else said
 
 
-def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print the model's answer as it comes; Ctrl-C ends it where it is."""
-    answer = ""
+def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Print the model's answer as it comes; Ctrl-C ends it where it is.
+
+    Returns None, and says why, if the conversation cannot be answered.
+    """
+    answer, finish_reason = "", None
     try:
         for chunk in engine.stream(engine.render_chat(messages), params):
             print(chunk.text, end="", flush=True)
             answer += chunk.text
+            finish_reason = chunk.finish_reason
     except KeyboardInterrupt:
-        print(" [stopped]", end="")
+        finish_reason = "stopped"
     except ValueError as error:
-        raise PageloomError(f"{error}; /reset starts over") from error
-    print(flush=True)
+        print(f"{error}; send something shorter, or /reset to start over", file=sys.stderr)
+        return None
+    print(
+        {"length": " [cut off]", "stopped": " [stopped]"}.get(finish_reason or "", ""), flush=True
+    )
     return answer

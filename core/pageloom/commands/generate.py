@@ -83,7 +83,7 @@ def generate(
     except ValueError as error:
         raise PageloomError(str(error)) from error
     for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
-        chunks = _run(engine, request)
+        chunks = engine.follow(request)
         if as_json:
             _print_json({"index": number, "prompt": text}, request, chunks, stream)
             continue
@@ -102,12 +102,15 @@ def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
     if arguments:
         return list(arguments)
     try:
-        text = file.read_text(encoding="utf-8") if file else sys.stdin.read()
+        data = file.read_bytes() if file else sys.stdin.buffer.read()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PageloomError(
             f"prompts cannot be read from {file or 'standard input'}: {error}"
         ) from error
-    if prompts := [line for line in text.splitlines() if line.strip()]:
+    # Not `splitlines`, which also breaks lines at characters that may stand in a prompt.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    if prompts := [line for line in lines if line.strip()]:
         return prompts
     raise PageloomError(
         f"{file or 'standard input'} holds no prompt; give one per line, or as arguments"
@@ -118,16 +121,6 @@ def _encode(engine: Engine, text: str, chat: bool) -> list[int]:
     if chat:
         return engine.render_chat([{"role": "user", "content": text}])
     return engine.encode(text)
-
-
-def _run(engine: Engine, request: OpenRequest) -> Iterator[CompletionChunk]:
-    """The chunks of one request, stepping the engine (and so all requests) as needed."""
-    while True:
-        while request.chunks:
-            yield request.chunks.popleft()
-        if request.finished:
-            return
-        engine.step()
 
 
 def _print_json(

@@ -42,11 +42,12 @@ def load_config(
     draft.evaluate(complete=not composer.broken)
     problems = draft.problems
     problems += _check_together(draft.values, draft.place)
-    problems += _check_plugins(draft.values, draft.place, plugins)
-    if problems:
+    loaded, found = _check_plugins(draft.values, draft.place, plugins)
+    problems += found
+    if problems or loaded is None:
         raise ConfigError(problems)
     config: Any = OmegaConf.to_object(draft.tree)
-    config.origins = draft.origins
+    config.origins, config.loaded_plugins = draft.origins, loaded
     return config  # type: ignore[no-any-return]
 
 
@@ -117,16 +118,16 @@ def _check_together(values: Mapping[str, Any], place: Place) -> Iterator[Problem
 
 def _check_plugins(
     values: Mapping[str, Any], place: Place, plugins: Plugins | None
-) -> Iterator[Problem]:
+) -> tuple[Plugins | None, list[Problem]]:
+    """The plugins, loaded if they are not given, and what is wrong with the components named."""
     if "plugins.allow" not in values or "plugins.deny" not in values:
-        return  # what may be imported is not known
+        return None, []  # what may be imported is not known; why not is a problem already
     try:
         if plugins is None:
             plugins = Plugins.load(values["plugins.allow"], values["plugins.deny"])
     except UnknownPluginError as error:
         where = "environment" if error.key == VARIABLE else place(error.key)
-        yield Problem(error.key, where, error.reason)
+        return None, [Problem(error.key, where, error.reason)]
     except PluginError as error:
-        yield Problem("plugins", place("plugins"), str(error))
-    else:
-        yield from check_components(values, plugins, place)
+        return None, [Problem("plugins", place("plugins"), str(error))]
+    return plugins, list(check_components(values, plugins, place))

@@ -31,6 +31,12 @@ def at_least(minimum: int) -> Rule:
     return Rule(f"an integer of at least {minimum}", lambda value: value >= minimum)
 
 
+def between(minimum: int, maximum: int) -> Rule:
+    return Rule(
+        f"an integer from {minimum} to {maximum}", lambda value: minimum <= value <= maximum
+    )
+
+
 def one_of(*choices: str) -> Rule:
     return Rule(f"one of {', '.join(choices)}", lambda value: value in choices)
 

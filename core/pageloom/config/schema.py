@@ -14,11 +14,13 @@ from pageloom.config.rules import (
     FRACTION,
     SIZE,
     at_least,
+    between,
     matching,
     one_of,
     option,
     parse_size,
 )
+from pageloom.plugins import Plugins
 
 REQUIRED = "???"  # OmegaConf's mark for a value that must be given
 
@@ -101,7 +103,11 @@ class RuntimeConfig:
     """Where and how the engine runs."""
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N; auto takes a GPU if any.", _DEVICE)
-    num_threads: int | None = option(None, "CPU threads; null leaves it to torch.", at_least(1))
+    num_threads: int | None = option(
+        None,
+        "CPU threads of the whole process, every engine in it; null leaves it to torch.",
+        between(1, 1024),  # beyond some thousands, OpenMP ends the process
+    )
     seed: int = option(0, "Seeds sampling of requests that bring no seed.", at_least(0))
     debug: bool = option(False, "Check the integrity of the KV blocks whenever the engine is idle.")
 
@@ -120,6 +126,8 @@ class Config:
     def __post_init__(self) -> None:
         # Not a field: where each given key came from, "file:line" or "--set KEY=VALUE".
         self.origins: dict[str, str] = {}
+        # Not a field: the plugins that its components were looked up in.
+        self.loaded_plugins = Plugins()
 
 
 @dataclass(frozen=True)

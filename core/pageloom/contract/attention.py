@@ -159,8 +159,9 @@ class AttentionBackend(Component, ABC):
 
     The engine calls `check` and `block_size` on the class, then makes one instance,
     `bytes_per_block`, `allocate`, and in each step `copy_blocks` / `write_blocks` /
-    `read_blocks` if the plan asks for them, `plan` once, and `forward` once per layer. All calls
-    come from one thread. Only the backend touches its cache.
+    `read_blocks` if the plan asks for them, `plan` once, and `forward` once per layer. Calls never
+    overlap, but the steps may come from another thread than the first calls. Only the backend
+    touches its cache.
 
     Slots that their present owner has not written hold anything, NaN included, and must not
     reach a result.

@@ -24,7 +24,8 @@ class Register(Protocol):
         """Offer a component under ``name``, the word that YAML picks it by.
 
         ``target`` is ``"package.module:Class"``. It is not imported until a configuration picks
-        ``name`` or ``pageloom plugins`` asks whether it can run here.
+        ``name``, or leaves the choice open (``auto``), or ``pageloom plugins`` asks whether it can
+        run here.
 
         Raises `ValueError` when ``target`` has another form, and a clash error that names both
         packages when ``name`` is taken.

@@ -116,6 +116,7 @@ class WeightLoader(Component, ABC):
         ``names`` has one entry for a plain layer (``model.layers.0.mlp.down_proj``) and several
         for a merged one (``...q_proj``, ``...k_proj``, ``...v_proj``). The module maps ``dtype
         [T, in_features]`` to ``dtype [T, sum(out_features)]``, outputs in the order of ``names``,
-        and has its weights loaded when it is returned.
+        and has its weights loaded when it is returned. Models that run through ``transformers``
+        never ask: a loader that serves those must yield every weight in `tensors`.
         """
         return None

@@ -30,13 +30,13 @@ class StepRecord:
     step: int
     started: float
     finished: float
-    num_running: int  # requests holding a seat after the step
+    num_running: int  # requests holding a seat while the step ran
     num_waiting: int
     prefill_tokens: int  # prompt (and recomputed) tokens computed in this step
     decode_tokens: int
     recomputed_tokens: int  # part of prefill_tokens that was computed before a preemption
     preempted: int  # requests preempted in this step
-    blocks_used: int
+    blocks_used: int  # while the step ran: those that finished in it are still counted
     blocks_total: int
     kv_tokens: int  # token states held in the used blocks
     kv_slots: int  # token states that the used blocks have room for

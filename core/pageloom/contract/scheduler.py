@@ -153,11 +153,13 @@ class PlanView(Protocol):
 
         Returns how many were granted, or 0 when none were, and says why in `refusal`. A prefill
         is cut to the tokens left (a chunk) if ``enable_chunked_prefill`` is on, otherwise it is
-        granted whole or not at all. A decode is granted for all branches or not at all. Blocks
-        are granted for the whole chunk or not at all, so pass ``max_tokens`` to try a smaller one.
+        granted whole, if ``max_tokens`` and the tokens left allow it, or not at all. A decode is
+        granted for all branches or not at all. Blocks are granted for the whole chunk or not at
+        all, so pass ``max_tokens`` to try a smaller one.
 
         A waiting request is admitted by its first grant. Raises `ValueError` when the request
-        already ran or was preempted in this plan, or ``max_tokens`` is less than 1.
+        already ran or was preempted in this plan, is not one of the view, or ``max_tokens`` is
+        less than 1; and after ``schedule`` has returned.
         """
 
     def preempt(self, request: RequestView) -> None:
@@ -183,7 +185,7 @@ class Scheduler(Component, ABC):
     def schedule(self, view: SchedulerView, plan: PlanView) -> None:
         """Fill in ``plan`` from ``view``.
 
-        Must make progress: if ``view`` has requests, some step soon must grant tokens. A policy
-        that grants nothing and preempts nothing while requests are there is stopped and reported
-        by name, and what it raises ends the step with its name in the error.
+        Must make progress. A policy that neither runs nor preempts anything while requests are
+        there, or that preempts and readmits in circles, is stopped and reported by name; so is one
+        that raises. Every open request then ends with an error.
         """

@@ -10,31 +10,34 @@ from pageloom.contract import AttentionSpec, EngineInfo, KVQuantizer, Scheduler,
 from pageloom.engine.backend_choice import choose_backend
 from pageloom.engine.capacity import count_blocks
 from pageloom.engine.engine import Engine
-from pageloom.errors import PageloomError
+from pageloom.engine.prompts import PromptEncoder
+from pageloom.errors import PageloomError, one_line
 from pageloom.memory import BlockPool
 from pageloom.models.build import build_model
 from pageloom.models.loading import open_loader
-from pageloom.plugins import Plugins
+from pageloom.plugins import Plugins, blame
 from pageloom.runner.runner import ModelRunner
 from pageloom.runner.sampler import Sampler
 from pageloom.scheduling import Limits, Planner
 
 
-def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
-    """Build the engine that ``config`` describes; raises `PageloomError` for what cannot be."""
-    plugins = plugins or Plugins.load(config.plugins.allow, config.plugins.deny)
+def assemble(config: Config, plugins: Plugins) -> Engine:
+    """Build the engine that ``config`` describes from components of ``plugins``, which checked it.
+
+    Raises `PageloomError` for what cannot be built.
+    """
     device = _device(config.runtime.device)
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)
 
-    loader = open_loader(
-        plugins,
-        config.model.path,
-        config.model.loader,
-        config.model.options,
-        config.model.trust_remote_code,
-    )
     try:
+        loader = open_loader(
+            plugins,
+            config.model.path,
+            config.model.loader,
+            config.model.options,
+            config.model.trust_remote_code,
+        )
         model_config = loader.model_config()
         tokenizer = _tokenizer(config.model.tokenizer, loader)
         dtype = _dtype(config.model.dtype, model_config)
@@ -57,16 +60,26 @@ def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
         ),
     )
     options = build_options(chosen, config.attention.options)
-    backend = chosen(options, spec, _quantizer(config, plugins))
+    quantizer = _quantizer(config, plugins)
+    with blame("attention_backend", name):
+        backend = chosen(options, spec, quantizer)
+        bytes_per_block = backend.bytes_per_block()
     num_blocks = count_blocks(
         config,
         model,
-        bytes_per_block=backend.bytes_per_block(),
-        block_size=backend.spec.block_size,
+        bytes_per_block=bytes_per_block,
+        block_size=spec.block_size,
         max_model_len=max_model_len,
         device=device,
     )
-    backend.allocate(num_blocks)
+    try:
+        backend.allocate(num_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise PageloomError(
+            f"{name} cannot allocate a KV cache of {num_blocks} blocks, which is "
+            f"{num_blocks * bytes_per_block:,} bytes: {one_line(error)}; lower kv_cache.memory or "
+            "kv_cache.num_blocks"
+        ) from error
     planner = Planner(
         _scheduler(config, plugins),
         BlockPool(num_blocks),
@@ -74,7 +87,7 @@ def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
-            block_size=backend.spec.block_size,
+            block_size=spec.block_size,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         ),
         policy=config.scheduler.policy,
@@ -88,18 +101,18 @@ def assemble(config: Config, plugins: Plugins | None = None) -> Engine:
         policy=config.scheduler.policy,
         backend=name,
         quantizer=config.kv_cache.quantizer,
-        block_size=backend.spec.block_size,
+        block_size=spec.block_size,
         num_blocks=num_blocks,
-        bytes_per_block=backend.bytes_per_block(),
+        bytes_per_block=bytes_per_block,
         max_model_len=max_model_len,
     )
     return Engine(
         planner,
         ModelRunner(model, backend, sampler, device),
-        tokenizer,
+        PromptEncoder(tokenizer, model.vocab_size, max_model_len),
         plugins,
         info,
-        eos_token_ids=_eos_token_ids(model_config),
+        eos_token_ids=_eos_token_ids(model_config, model.vocab_size),
         debug=config.runtime.debug,
     )
 
@@ -145,16 +158,19 @@ def _max_model_len(wanted: int | None, model_config: PretrainedConfig) -> int:
     return longest
 
 
-def _eos_token_ids(model_config: PretrainedConfig) -> frozenset[int]:
+def _eos_token_ids(model_config: PretrainedConfig, vocab_size: int) -> frozenset[int]:
+    """The ids that end a generation; those that the model can never produce are left out."""
     ids = model_config.eos_token_id
     if ids is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset(i for i in ([ids] if isinstance(ids, int) else ids) if 0 <= i < vocab_size)
 
 
 def _scheduler(config: Config, plugins: Plugins) -> Scheduler:
     policy: type[Scheduler] = plugins.get("scheduler", config.scheduler.policy)
-    return policy(build_options(policy, config.scheduler.options))
+    options = build_options(policy, config.scheduler.options)
+    with blame("scheduler", config.scheduler.policy):
+        return policy(options)
 
 
 def _quantizer(config: Config, plugins: Plugins) -> KVQuantizer | None:
@@ -162,4 +178,6 @@ def _quantizer(config: Config, plugins: Plugins) -> KVQuantizer | None:
     if name is None:
         return None
     quantizer: type[KVQuantizer] = plugins.get("kv_quantizer", name)
-    return quantizer(build_options(quantizer, config.kv_cache.options))
+    options = build_options(quantizer, config.kv_cache.options)
+    with blame("kv_quantizer", name):
+        return quantizer(options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -11,16 +13,18 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from pageloom.contract import EngineInfo
-from pageloom.engine.engine import Engine, Prompt
+from pageloom.engine.engine import Engine
 from pageloom.engine.open_request import OpenRequest
 from pageloom.engine.outputs import CompletionChunk
+from pageloom.engine.prompts import Prompt
 from pageloom.scheduling import SamplingParams
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class EngineClosedError(RuntimeError):
-    """The engine was shut down."""
+    """The engine was shut down, or its thread has died."""
 
 
 class EngineStepError(RuntimeError):
@@ -28,20 +32,23 @@ class EngineStepError(RuntimeError):
 
 
 class AsyncEngine:
-    """Many concurrent streams over one `Engine`, which only the engine thread touches.
+    """Many concurrent streams over one `Engine`, which only the engine thread steps.
 
-    Use as an async context manager, or call `shutdown`.
+    Use as an async context manager, or call `shutdown`; at the end of the process it is called.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[str, tuple[_Stream, OpenRequest]] = {}  # of the engine thread
+        self._streams: set[_Stream] = set()  # open ones, of the engine thread
+        self._failed: list[tuple[_Stream, CompletionChunk]] = []  # in the step under way
         self._closed = threading.Event()
         self._ended = False  # no call is taken from the queue any more
         self._lock = threading.Lock()  # of putting into the queue, and of `_ended`
         self._thread = threading.Thread(target=self._run, name="pageloom-engine", daemon=True)
         self._thread.start()
+        # A daemon thread must not be inside torch when the interpreter goes down.
+        atexit.register(self.shutdown)
 
     @classmethod
     def from_config(cls, path: str | Path, overrides: Sequence[str] = ()) -> AsyncEngine:
@@ -61,9 +68,11 @@ class AsyncEngine:
         closing the iterator or cancelling the task aborts the request. Raises `EngineStepError`
         if its step fails and `EngineClosedError` if the engine is shut down meanwhile.
         """
+        # Tokenizing a long text takes longer than a step, so it is not the engine thread's work.
+        token_ids = await asyncio.to_thread(self._engine.encode, prompt)
         stream = _Stream(asyncio.get_running_loop())
         try:
-            await self._call(lambda: self._open(stream, prompt, params, request))
+            await self._call(lambda: self._open(stream, token_ids, params, request))
             while True:
                 chunk = await stream.queue.get()
                 if isinstance(chunk, Exception):
@@ -79,10 +88,13 @@ class AsyncEngine:
         await self._call(lambda: self._engine.abort(request_id))
 
     def shutdown(self) -> None:
-        """Abort what is open and stop the thread. Safe to call twice, and from any thread."""
+        """Abort what is open and stop the thread. Safe to call twice, and from any thread; only
+        when called in the engine thread, as by an observer, it returns before that has ended."""
+        atexit.unregister(self.shutdown)
         self._closed.set()
         self._post(lambda: None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -120,20 +132,23 @@ class AsyncEngine:
     # -- in the engine thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            if self._engine.has_requests:
-                self._run_calls()
-                self._step()
-            else:
-                self._calls.get()()
-            self._deliver()
-        for request_id, (stream, _) in self._streams.items():
-            self._engine.abort(request_id)
-            stream.send(EngineClosedError("the engine was shut down"))
-        self._streams.clear()
-        with self._lock:
-            self._ended = True
-        self._run_calls()
+        ended = "was shut down"
+        try:
+            while not self._closed.is_set():
+                if self._engine.has_requests:
+                    self._run_calls()
+                    self._step()
+                else:
+                    self._calls.get()()
+        except BaseException as error:  # such as a plugin's SystemExit
+            log.exception("the engine thread died")
+            ended = f"died of {type(error).__name__}: {error}"
+        finally:
+            self._closed.set()
+            self._fail_streams(EngineClosedError(f"the engine {ended}"))
+            with self._lock:
+                self._ended = True
+            self._run_calls()
 
     def _run_calls(self) -> None:
         while True:
@@ -143,34 +158,40 @@ class AsyncEngine:
                 return
             function()
 
+    def _step(self) -> None:
+        try:
+            self._engine.advance()
+        except Exception as error:
+            failure = EngineStepError(f"the engine step failed: {error}")
+            failure.__cause__ = error
+            self._fail_streams(failure)
+        else:
+            for stream, chunk in self._failed:  # requests that failed alone
+                stream.send(chunk)
+        self._failed.clear()
+
     def _open(
         self, stream: _Stream, prompt: Prompt, params: SamplingParams | None, request: Any
     ) -> None:
-        opened = self._engine.open_request(prompt, params, **request)
-        stream.request_id = opened.request.request_id
-        self._streams[stream.request_id] = (stream, opened)
+        def deliver(chunk: CompletionChunk) -> None:
+            if chunk.finish_reason == "error":
+                self._failed.append((stream, chunk))
+            elif not stream.send(chunk):
+                self._post(lambda: self._close(stream))
+
+        stream.opened = self._engine.open_request(prompt, params, deliver=deliver, **request)
+        self._streams.add(stream)
 
     def _close(self, stream: _Stream) -> None:
-        if stream.request_id is not None:
-            self._engine.abort(stream.request_id)
+        """Forget a stream, and abort its request unless it is finished."""
+        self._streams.discard(stream)
+        if stream.opened is not None:
+            self._engine.close(stream.opened)
 
-    def _step(self) -> None:
-        try:
-            self._engine.step()
-        except Exception as error:
-            for stream, _ in self._streams.values():
-                failure = EngineStepError(f"the engine step failed: {error}")
-                failure.__cause__ = error
-                stream.send(failure)
-            self._streams.clear()
-
-    def _deliver(self) -> None:
-        for request_id, (stream, opened) in list(self._streams.items()):
-            chunks = [opened.chunks.popleft() for _ in range(len(opened.chunks))]
-            if not all(stream.send(chunk) for chunk in chunks):
-                self._engine.abort(request_id)
-            if opened.finished:
-                del self._streams[request_id]
+    def _fail_streams(self, failure: Exception) -> None:
+        for stream in list(self._streams):
+            stream.send(failure)
+            self._close(stream)
 
 
 class _Stream:
@@ -178,7 +199,7 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.queue: asyncio.Queue[CompletionChunk | Exception] = asyncio.Queue()
-        self.request_id: str | None = None  # until it is open
+        self.opened: OpenRequest | None = None
         self._loop = loop
 
     def send(self, item: CompletionChunk | Exception) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pageloom.config import Config
 from pageloom.contract import AttentionBackend, AttentionSpec
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, one_line
 from pageloom.plugins import PluginError, Plugins
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ def _ranked(plugins: Plugins, failed: list[str]) -> list[tuple[str, type[Attenti
         except PluginError as error:
             failed.append(str(error))
             continue
-        if backend.auto_rank > 0:
+        if not isinstance(backend.auto_rank, int):
+            failed.append(f"{name} is broken: its auto_rank is {backend.auto_rank!r}")
+        elif backend.auto_rank > 0:
             found.append((name, backend))
     return sorted(found, key=lambda entry: -entry[1].auto_rank)
 
@@ -67,5 +69,12 @@ def _ask(
         block_size = backend.block_size(config.kv_cache.block_size, spec.max_model_len)
     except ValueError as error:
         return f"refuses kv_cache.block_size {config.kv_cache.block_size}: {error}"
+    except Exception as error:
+        return f"is broken: its block_size raised {one_line(error)}"
+    if not isinstance(block_size, int) or block_size < 1:
+        return f"is broken: its block_size is {block_size!r}"
     answered = replace(spec, block_size=block_size)
-    return backend.check(answered) or answered
+    try:
+        return backend.check(answered) or answered
+    except Exception as error:
+        return f"is broken: its check raised {one_line(error)}"

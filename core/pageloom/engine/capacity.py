@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -31,7 +32,9 @@ def count_blocks(
     Raises `PageloomError` if not a single block fits.
     """
     cache, seats = config.kv_cache, config.scheduler.max_num_seqs
+    total = _physical_memory(device)
     if cache.num_blocks is not None:
+        _check_fits(cache.num_blocks * bytes_per_block, total, "kv_cache.num_blocks")
         return cache.num_blocks
     if cache.memory_bytes is not None:
         budget, source = cache.memory_bytes, "kv_cache.memory"
@@ -39,8 +42,8 @@ def count_blocks(
         budget = _cuda_budget(config, model, device)
         source = "gpu_memory_utilization (after weights and activations)"
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         budget, source = int(total * CPU_SHARE), f"{CPU_SHARE:.0%} of this machine's memory"
+    _check_fits(budget, total, "kv_cache.memory")
     num_blocks = min(budget // bytes_per_block, seats * blocks_for(max_model_len, block_size))
     if num_blocks < 1:
         raise PageloomError(
@@ -48,6 +51,25 @@ def count_blocks(
             f"takes {bytes_per_block:,}; raise kv_cache.memory or lower kv_cache.block_size"
         )
     return num_blocks
+
+
+def _physical_memory(device: torch.device) -> int:
+    """Bytes that the device has: of a CPU, what this process may use of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total
+
+
+def _check_fits(wanted: int, total: int, key: str) -> None:
+    if wanted > total:
+        raise PageloomError(
+            f"{key} asks for {wanted / 2**30:,.1f} GiB of KV cache, but the device has "
+            f"{total / 2**30:,.1f} GiB in all; lower it"
+        )
 
 
 @torch.inference_mode()

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
-
-from transformers import PreTrainedTokenizerBase
 
 from pageloom.config import load_config
 from pageloom.contract import EngineInfo, StepRecord
 from pageloom.engine.detokenizer import Detokenizer
 from pageloom.engine.open_request import OpenRequest
 from pageloom.engine.outputs import CompletionChunk, RequestOutput
+from pageloom.engine.prompts import Message, Prompt, PromptEncoder
 from pageloom.plugins import Plugins
 from pageloom.runner.runner import ChunkResult, ModelRunner
 from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams, StepPlan
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+log = logging.getLogger(__name__)
 
 
 class Engine:
     """Serves requests with continuous batching. Not thread-safe; see `AsyncEngine` for that.
 
-    Made by `from_config`. Several requests may be open at the same time, through `add_request`
-    or several `stream` iterators; whoever calls `step` moves all of them.
+    Made by `from_config`. Several requests may be open at the same time, by `add_request` or by
+    several `stream` iterators; whoever steps moves all of them.
     """
 
     def __init__(
         self,
         planner: Planner,
         runner: ModelRunner,
-        tokenizer: PreTrainedTokenizerBase | None,
+        prompts: PromptEncoder,
         plugins: Plugins,
         info: EngineInfo,
         *,
@@ -43,12 +43,13 @@ class Engine:
     ) -> None:
         self.planner = planner
         self.runner = runner
-        self.tokenizer = tokenizer
+        self.prompts = prompts
         self.plugins = plugins
         self.info = info
         self.eos_token_ids = eos_token_ids
         self.debug = debug
         self._open: dict[str, OpenRequest] = {}
+        self._outbox: list[CompletionChunk] = []  # of requests that came by `add_request`
         self._ids = count()
         self._steps = 0
         plugins.notify("engine_started", info=info)
@@ -62,7 +63,8 @@ class Engine:
         """
         from pageloom.engine.assemble import assemble
 
-        return assemble(load_config(path, overrides))
+        config = load_config(path, overrides)
+        return assemble(config, config.loaded_plugins)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -74,7 +76,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
     ) -> str:
         """Queue a request, as `open_request` does, and return its id; `step` returns its chunks."""
-        return self.open_request(prompt, params, **request).request.request_id
+        opened = self.open_request(prompt, params, deliver=self._outbox.append, **request)
+        return opened.request.request_id
 
     def open_request(
         self,
@@ -85,18 +88,21 @@ class Engine:
         priority: int = 0,
         user: str = "",
         metadata: Mapping[str, Any] | None = None,
+        deliver: Callable[[CompletionChunk], None] | None = None,
     ) -> OpenRequest:
-        """Queue a request and return the handle that its chunks gather in.
+        """Queue a request and return its handle.
 
         ``prompt`` is text or token ids. ``priority`` (lower runs earlier), ``user`` (the tenant)
-        and ``metadata`` are for the scheduling policy. Raises `ValueError`
-        (`RequestTooLargeError` if the request could never run) and then changes nothing.
+        and ``metadata`` are for the scheduling policy. Chunks gather in the handle, or go to
+        ``deliver`` in the thread that steps. Raises `ValueError` (`RequestTooLargeError` if the
+        request could never run) and then changes nothing.
         """
-        params = params or SamplingParams()
-        text = prompt if isinstance(prompt, str) else None
+        params = params if params is not None else SamplingParams()
+        _check_fields(params, request_id, priority, user, metadata)
+        params.check_vocab(self.runner.model.vocab_size)
         request = Request(
-            request_id if request_id is not None else f"request-{next(self._ids)}",
-            self.encode(prompt),
+            self._new_id() if request_id is None else request_id,
+            self.prompts.encode(prompt),
             params,
             arrival_time=self.planner.clock(),
             eos_token_ids=self.eos_token_ids,
@@ -104,19 +110,14 @@ class Engine:
             user=user,
             metadata=metadata or {},
         )
-        vocab_size = self.runner.model.vocab_size
-        params.check_vocab(vocab_size)
-        if strangers := [t for t in request.prompt_token_ids if not 0 <= t < vocab_size]:
-            raise ValueError(
-                f"prompt token id {strangers[0]} is not in the vocabulary of {vocab_size} tokens"
-            )
-        if self.tokenizer is None and params.stop:
-            raise ValueError("stop strings need a tokenizer, and this model has none")
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, params)
+        elif params.stop:
+            raise ValueError("stop strings need a tokenizer, and this model has none")
         self.planner.add(request)
-        opened = OpenRequest(request, text, detokenizer)
+        text = prompt if isinstance(prompt, str) else None
+        opened = OpenRequest(request, text, detokenizer, deliver)
         self._open[request.request_id] = opened
         return opened
 
@@ -126,44 +127,54 @@ class Engine:
         if opened := self._open.get(request_id):
             self._end(opened, "abort")
 
+    def close(self, opened: OpenRequest) -> None:
+        """`abort` by handle, for which it does not matter if the id is in use again."""
+        if not opened.finished:
+            self._end(opened, "abort")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's ``PreTrainedTokenizerFast``, or None."""
+        return self.prompts.tokenizer
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises `ValueError` for text if the model has no tokenizer."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer; give the prompt as token ids")
-        return list(self.tokenizer.encode(prompt))
+        """Token ids of a prompt; see `PromptEncoder.encode`."""
+        return self.prompts.encode(prompt)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation by the model's chat template, up to where it answers."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("this model has no chat template; use a plain prompt")
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Token ids of a conversation; see `PromptEncoder.render_chat`."""
+        return self.prompts.render_chat(messages)
 
     # -- the loop ---------------------------------------------------------------------------
 
     def step(self) -> list[CompletionChunk]:
-        """Run one step for whoever the scheduler picks, and return what it added.
+        """Run one step for whoever the scheduler picks.
 
-        If the policy or the model raises, every open request ends with ``"error"``, no block is
-        lost, and the error is raised.
+        Returns what was added to requests that came by `add_request`, since the last call. If the
+        policy or the model raises, every open request ends with ``"error"``, no block is lost,
+        and the error is raised.
         """
+        self.advance()
+        chunks = self._outbox[:]
+        self._outbox.clear()
+        return chunks
+
+    def advance(self) -> None:
+        """`step`, for those who take their chunks elsewhere: nothing is taken from others."""
         started = time.monotonic()
         try:
             plan = self.planner.plan()
+            occupied = self._occupied(plan)
             results = self.runner.run(plan.chunks) if plan.chunks else []
-            chunks = [chunk for result in results if (chunk := self._receive(result))]
+            for result in results:
+                self._receive(result)
         except Exception:
             for opened in list(self._open.values()):
                 self._end(opened, "error")
             raise
-        self._observe(plan, started)
+        self._observe(plan, occupied, started)
         if self.debug and not self.has_requests:
             self.planner.check_integrity()
-        return chunks
 
     def generate(
         self,
@@ -183,11 +194,12 @@ class Engine:
         try:
             for prompt, wanted in zip(many, params, strict=True):
                 opened.append(self.open_request(prompt, wanted))
-            while not all(request.finished for request in opened):
-                self.step()
+            for request in opened:
+                while not request.finished:
+                    self.advance()
         finally:
             for request in opened:
-                self.abort(request.request.request_id)
+                self.close(request)
         return [request.collect() for request in opened]
 
     def stream(
@@ -199,61 +211,107 @@ class Engine:
         """
         opened = self.open_request(prompt, params, **request)
         try:
-            while True:
-                while opened.chunks:
-                    yield opened.chunks.popleft()
-                if opened.finished:
-                    return
-                self.step()
+            yield from self.follow(opened)
         finally:
-            self.abort(opened.request.request_id)
+            self.close(opened)
+
+    def follow(self, opened: OpenRequest) -> Iterator[CompletionChunk]:
+        """The chunks of an open request up to its last, stepping as needed."""
+        while True:
+            while opened.chunks:
+                yield opened.chunks.popleft()
+            if opened.finished:
+                return
+            self.advance()
 
     # -- inside a step ----------------------------------------------------------------------
 
-    def _receive(self, result: ChunkResult) -> CompletionChunk | None:
+    def _receive(self, result: ChunkResult) -> None:
         request = result.chunk.branch.request
-        opened = self._open[request.request_id]
+        opened = self._open.get(request.request_id)
+        if opened is None or opened.request is not request:
+            return  # an observer of this step aborted it
+        if result.failure is not None:
+            log.error("request %s ends: %s", request.request_id, result.failure)
+            self._end(opened, "error")
+            return
         self.planner.advance(result.chunk, result.token_id)
-        chunk = opened.receive(result)
-        if chunk and chunk.finish_reason:
-            self._finish(opened, chunk.finish_reason)
-        return chunk
+        if chunk := opened.receive(result):
+            if chunk.finish_reason:
+                self._finish(opened, chunk.finish_reason)
+            opened.deliver(chunk)  # whoever sees the last chunk can rely on the blocks being free
 
     def _end(self, opened: OpenRequest, reason: FinishReason) -> None:
-        opened.end(reason)
         self._finish(opened, reason)
+        opened.end(reason)
 
     def _finish(self, opened: OpenRequest, reason: FinishReason) -> None:
         record = self.planner.finish(opened.request, reason)
         del self._open[record.request_id]
         self.plugins.notify("request_finished", record=record)
 
-    def _observe(self, plan: StepPlan, started: float) -> None:
-        self._steps += 1
+    def _occupied(self, plan: StepPlan) -> dict[str, int] | None:
+        """How full the cache is while the step runs: before those that finish in it are freed."""
         if not self.plugins.observes("step_finished"):
+            return None
+        computed = sum(branch.num_computed for branch in self.planner.branches())
+        used = self.planner.pool.num_used
+        return {
+            "num_running": len(self.planner.running),
+            "num_waiting": len(self.planner.waiting),
+            "blocks_used": used,
+            "kv_tokens": computed + plan.num_tokens,
+            "kv_slots": used * self.info.block_size,
+        }
+
+    def _observe(self, plan: StepPlan, occupied: dict[str, int] | None, started: float) -> None:
+        self._steps += 1
+        if occupied is None:
             return
         decodes = sum(chunk.is_decode for chunk in plan.chunks)
-        pool = self.planner.pool
         record = StepRecord(
             step=self._steps,
             started=started,
             finished=time.monotonic(),
-            num_running=len(self.planner.running),
-            num_waiting=len(self.planner.waiting),
             prefill_tokens=plan.num_tokens - decodes,
             decode_tokens=decodes,
             recomputed_tokens=sum(chunk.num_recomputed for chunk in plan.chunks),
             preempted=len(plan.preempted),
-            blocks_used=pool.num_used,
-            blocks_total=pool.num_blocks,
-            kv_tokens=sum(branch.num_computed for branch in self.planner.branches()),
-            kv_slots=pool.num_used * self.info.block_size,
+            blocks_total=self.planner.pool.num_blocks,
+            **occupied,
         )
         self.plugins.notify("step_finished", record=record)
 
+    def _new_id(self) -> str:
+        return next(name for n in self._ids if (name := f"request-{n}") not in self.planner)
+
+
+def _check_fields(
+    params: object, request_id: object, priority: object, user: object, metadata: object
+) -> None:
+    """Raise `ValueError` for what a scheduling policy or an observer would stumble over."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise ValueError(f"request_id must be a text that is not empty, not {request_id!r}")
+    if not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, not {priority!r}")
+    if not isinstance(user, str):
+        raise ValueError(f"user must be a text, not {user!r}")
+    if not isinstance(metadata, Mapping | None):
+        raise ValueError(f"metadata must be a mapping, not {type(metadata).__name__}")
+
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text or a list of token ids is one prompt; a list of either is many."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """A text or a sequence of token ids is one prompt; a sequence of either is many."""
+    if isinstance(prompts, str) or (len(prompts) and _is_integer(prompts[0])):
         return [cast("Prompt", prompts)]
     return list(cast("Sequence[Prompt]", prompts))
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

@@ -21,6 +21,7 @@ class CompletionChunk:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None  # one per token id, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first, if asked for
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for EOS
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pageloom.contract import LayerSpec
+from pageloom.models.model import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,9 +36,15 @@ class DecoderArchitecture:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderArchitecture:
-        """Read a configuration for which `why_not` is None."""
-        biased = getattr(config, "attention_bias", False)
-        return cls(
+        """Read a configuration for which `why_not` is None.
+
+        A switch is read only for the types whose class in ``transformers`` reads it: checkpoints
+        of others carry it without meaning it. Raises `UnsupportedModelError` for sizes that no
+        model can have.
+        """
+        kind = config.model_type
+        biased = kind in {"llama", "qwen3"} and config.attention_bias
+        arch = cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -45,13 +52,15 @@ class DecoderArchitecture:
             num_kv_heads=config.num_key_value_heads,
             head_size=head_size(config),
             norm_eps=config.rms_norm_eps,
-            qkv_bias=biased or config.model_type == "qwen2",
+            qkv_bias=biased or kind == "qwen2",
             output_bias=biased,
-            mlp_bias=getattr(config, "mlp_bias", False),
-            qk_norm=config.model_type == "qwen3",
+            mlp_bias=kind == "llama" and config.mlp_bias,
+            qk_norm=kind == "qwen3",
             tied=config.tie_word_embeddings,
             windows=_windows(config),
         )
+        arch._check_sizes()
+        return arch
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """The attention layers as the backend sees them."""
@@ -61,6 +70,28 @@ class DecoderArchitecture:
             )
             for window in self.windows
         )
+
+    def _check_sizes(self) -> None:
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": len(self.windows),
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_size,
+            "sliding_window": min((w for w in self.windows if w is not None), default=1),
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise UnsupportedModelError(
+                    f"The configuration has {name} {size}, but it must be at least 1."
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"The configuration has {self.num_heads} attention heads, which cannot share "
+                f"{self.num_kv_heads} key-value heads evenly."
+            )
 
 
 def why_not(config: PretrainedConfig) -> str | None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pageloom.contract import WeightLoader
+from pageloom.errors import one_line
 from pageloom.models.architecture import DecoderArchitecture, why_not
 from pageloom.models.decoder import Decoder
 from pageloom.models.decoder_weights import load_decoder_weights
-from pageloom.models.model import Model
+from pageloom.models.model import Model, UnsupportedModelError
 from pageloom.models.rope import rotary_frequencies
 from pageloom.ops.rope import RotaryTable
 
@@ -35,11 +36,11 @@ def build_model(
     ``trust_remote_code``. Positions up to ``max_model_len`` (tokens) can be computed.
 
     Raises `UnsupportedModelError` when the model cannot be served, or when tensors are missing,
-    unexpected or of another shape, by name.
+    unexpected, or of another shape or dtype, by name.
     """
-    if why_not(hf_config) is None and not (trust_remote_code and _brings_code(hf_config)):
-        arch = DecoderArchitecture.from_config(hf_config)
-        inv_freq, scale = rotary_frequencies(hf_config, max_model_len)
+    own = not (trust_remote_code and _brings_code(hf_config))
+    if own and (plan := _plan_decoder(hf_config, max_model_len)) is not None:
+        arch, inv_freq, scale = plan
         return Decoder(
             arch,
             RotaryTable(inv_freq, scale, max_model_len, dtype, device),
@@ -56,6 +57,24 @@ def build_model(
         max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _plan_decoder(
+    config: PretrainedConfig, max_model_len: int
+) -> tuple[DecoderArchitecture, torch.Tensor, float] | None:
+    """The decoder's sizes, rotary frequencies and their scale; None if it is not for `Decoder`."""
+    try:
+        if why_not(config) is not None:
+            return None
+        arch = DecoderArchitecture.from_config(config)
+        return arch, *rotary_frequencies(config, max_model_len)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # values of types and ranges that transformers lets through
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be served: its configuration cannot be used "
+            f"({one_line(error)})."
+        ) from error
 
 
 def _brings_code(config: PretrainedConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,10 +44,9 @@ class DummyLoader(WeightLoader):
         """Run Python code that comes with the model, for its configuration and tokenizer."""
 
         def __post_init__(self) -> None:
-            if self.initializer_range is not None and self.initializer_range < 0:
-                raise ValueError(
-                    f"initializer_range must be 0 or more, not {self.initializer_range}"
-                )
+            spread = self.initializer_range
+            if spread is not None and not 0 <= spread < math.inf:
+                raise ValueError(f"initializer_range must be 0 or more and finite, not {spread}")
 
     @classmethod
     def detect(cls, path: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pageloom.contract import LayerSpec
+from pageloom.errors import one_line
 from pageloom.models.model import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -69,10 +70,15 @@ class Probe:
         for module in self._model.modules():
             attach(module, self)
         positions = torch.arange(len(token_ids), device=token_ids.device)
-        with calls:
-            output = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False
-            )
+        try:
+            with calls:
+                output = self._model(
+                    input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+                )
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            raise self.refusal(f"it cannot compute two tokens ({one_line(error)})") from error
         self._check_layers()
         result = calls.results[calls.first]
         if getattr(result, "last_hidden_state", None) is None:

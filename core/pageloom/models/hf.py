@@ -45,7 +45,7 @@ class HFLoader(WeightLoader):
         folder = Path(path)
         if not folder.is_dir():
             return is_hub_id(path)
-        if not any(folder.glob("*.safetensors")) and not (folder / INDEX_FILE).is_file():
+        if not weight_files(folder) and not (folder / INDEX_FILE).is_file():
             return False
         return quantization(folder) is None
 
@@ -77,7 +77,7 @@ class HFLoader(WeightLoader):
         single = self._folder / SINGLE_FILE
         if single.is_file():
             return {single: None}
-        files = sorted(self._folder.glob("*.safetensors"))
+        files = weight_files(self._folder)
         if len(files) == 1:
             return {files[0]: None}
         if files:
@@ -86,6 +86,11 @@ class HFLoader(WeightLoader):
                 f"{INDEX_FILE}, so it cannot be known which to read"
             )
         raise ValueError(f"{self._folder} {why_no_weights(self._folder)}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files in ``folder``, by name."""
+    return sorted(file for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def quantization(folder: Path) -> str | None:
@@ -106,6 +111,8 @@ def why_no_weights(folder: Path) -> str:
             f"has only pickled weights ({pickled[0]}), which could run code when read; convert "
             "them to safetensors, as save_pretrained does"
         )
+    if others := sorted(path.name for path in folder.glob("*.safetensors")):
+        return f"has no safetensors files ({others[0]} is not a file)"
     return "has no safetensors files"
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pageloom.config import build_options
 from pageloom.config.options import option_names
-from pageloom.errors import PageloomError
-from pageloom.models.hf import PICKLE_SUFFIXES, quantization, why_no_weights
+from pageloom.discovery import PluginError
+from pageloom.errors import PageloomError, one_line
+from pageloom.models.hf import PICKLE_SUFFIXES, quantization, weight_files, why_no_weights
 
 if TYPE_CHECKING:
     from pageloom.contract import WeightLoader
@@ -43,8 +44,17 @@ def open_loader(
 
 def _detect(plugins: Plugins, path: str) -> str:
     names = sorted(plugins.names(KIND))
-    classes: dict[str, type[WeightLoader]] = {name: plugins.get(KIND, name) for name in names}
-    found = [name for name, cls in classes.items() if cls.detect(path)]
+    found: list[str] = []
+    failed: list[str] = []
+    for name in names:
+        try:
+            loader: type[WeightLoader] = plugins.get(KIND, name)
+            if loader.detect(path):
+                found.append(name)
+        except PluginError as error:
+            failed.append(str(error))
+        except Exception as error:  # one loader's fault must not hide the others
+            failed.append(f"loader {name!r} could not tell: {one_line(error)}")
     if len(found) == 1:
         return found[0]
     if found:
@@ -52,9 +62,13 @@ def _detect(plugins: Plugins, path: str) -> str:
             f"model.path {path} can be read by several loaders: set model.loader to one of "
             f"{', '.join(found)}"
         )
+    try:
+        why = _why_none(Path(path))
+    except (OSError, ValueError) as error:
+        why = f"cannot be read: {one_line(error)}"
     raise PageloomError(
-        f"model.path {path} {_why_none(Path(path))} (asked the loaders {', '.join(names)}; "
-        "model.loader names one)"
+        f"model.path {'; '.join([f'{path} {why}', *failed])} (asked the loaders "
+        f"{', '.join(names)}; model.loader names one)"
     )
 
 
@@ -68,8 +82,10 @@ def _why_none(path: Path) -> str:
         if path.suffix == ".safetensors":
             return "is a weight file; give the folder that also holds its config.json"
         return "is a file in no format that a loader knows"
+    if not path.is_dir():
+        return "is neither a file nor a folder"
     if ggufs := sorted(path.glob("*.gguf")):
         return f"is a folder with GGUF files; name one of them, such as {ggufs[0].name}"
-    if any(path.glob("*.safetensors")):
-        return f"holds weights quantized with {quantization(path)!r}, which no loader here reads"
+    if weight_files(path) and (method := quantization(path)):
+        return f"holds weights quantized with {method!r}, which no loader here reads"
     return why_no_weights(path)

@@ -56,7 +56,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `OSError` or `ValueError` that names the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a JSON object")
@@ -71,12 +71,17 @@ def read_config(file: Path, trust_remote_code: bool) -> PretrainedConfig:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    from pageloom.models.slots import WEIGHT_DTYPES
+
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, which describes the model")
     content = read_json(file)
     if "model_type" not in content and "auto_map" not in content:
         raise ValueError(f"{file} has no 'model_type', so it cannot be known which model it is")
-    known = content.get("model_type") in CONFIG_MAPPING
+    kind = content.get("model_type")
+    if not isinstance(kind, str | None):
+        raise ValueError(f"{file} has model_type {kind!r}, which is not text")
+    known = kind in CONFIG_MAPPING
     if "auto_map" in content and not known and not trust_remote_code:
         raise ValueError(
             f"{file} needs Python code that comes with the model; set model.trust_remote_code to "
@@ -89,10 +94,14 @@ def read_config(file: Path, trust_remote_code: bool) -> PretrainedConfig:
         )
     except Exception as error:  # strict configuration classes raise types of their own
         raise ValueError(f"{file} cannot be used: {_one_line(error)}") from error
-    ends = _as_list(getattr(config, "eos_token_id", None))
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        names = ", ".join(sorted(str(known).removeprefix("torch.") for known in WEIGHT_DTYPES))
+        raise ValueError(f"{file} has dtype {dtype}, which no model runs in; it may be {names}")
+    ends = _end_tokens(file, getattr(config, "eos_token_id", None))
     generation = file.with_name(GENERATION_FILE)
     if generation.is_file():
-        ends = _as_list(read_json(generation).get("eos_token_id")) + ends
+        ends = _end_tokens(generation, read_json(generation).get("eos_token_id")) + ends
     config.eos_token_id = list(dict.fromkeys(ends)) or None
     return config
 
@@ -117,7 +126,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _as_list(ids: int | list[int] | None) -> list[int]:
+def _end_tokens(file: Path, ids: object) -> list[int]:
+    """``eos_token_id`` as a list, whether ``file`` gives one, several or none."""
     if ids is None:
         return []
-    return list(ids) if isinstance(ids, list | tuple) else [ids]
+    listed = list(ids) if isinstance(ids, list | tuple) else [ids]
+    ends = [end for end in listed if isinstance(end, int) and not isinstance(end, bool)]
+    if len(ends) < len(listed):
+        raise ValueError(
+            f"{file} has eos_token_id {ids!r}, but it must be a token id or a list of them"
+        )
+    return ends

@@ -8,6 +8,9 @@ import torch
 
 from pageloom.models.model import UnsupportedModelError
 
+WEIGHT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""What a weight may be stored in. Everything narrower means something only with its scales."""
+
 _BASE_PREFIX = "model."
 
 
@@ -33,21 +36,23 @@ class WeightSlots:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every tensor into its slot.
 
-        Raises `UnsupportedModelError` that lists the tensors that are missing, unexpected or of
-        another shape.
+        Raises `UnsupportedModelError` that lists the tensors that are missing, unexpected, of
+        another shape, or of a dtype outside `WEIGHT_DTYPES`.
         """
         missing = dict(self._slots)
-        unexpected, misshapen = [], []
+        unexpected, misshapen, mistyped = [], [], []
         for name, tensor in tensors:
             target = missing.pop(self._resolve(name), None)
             if target is None:
                 if not self._is_ignored(name):
                     unexpected.append(name)
+            elif tensor.dtype not in WEIGHT_DTYPES:
+                mistyped.append(describe_dtype(name, tensor))
             elif target.shape != tensor.shape:
                 misshapen.append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
             else:
                 target.copy_(tensor)
-        report_weights(missing, unexpected, misshapen)
+        report_weights(missing, unexpected, misshapen, mistyped)
 
     def _resolve(self, name: str) -> str:
         # Checkpoints saved from the base model lack its prefix.
@@ -58,14 +63,25 @@ class WeightSlots:
         return name in self._ignored or name.endswith("rotary_emb.inv_freq")
 
 
+def describe_dtype(name: str, tensor: torch.Tensor) -> str:
+    """How `report_weights` names a tensor of the wrong dtype."""
+    return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def report_weights(
-    missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    misshapen: Iterable[str],
+    mistyped: Iterable[str],
 ) -> None:
-    """Raise `UnsupportedModelError` unless all three are empty."""
+    """Raise `UnsupportedModelError` unless all four are empty."""
     problems = {
         "missing": sorted(missing),
         "unexpected or repeated": sorted(unexpected),
         "of the wrong shape": sorted(misshapen),
+        "quantized or of no floating-point dtype, which this loader does not unpack": sorted(
+            mistyped
+        ),
     }
     found = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
     if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,9 +18,11 @@ def score_tokens(
 
     Returns logprobs float32 [N], ranks int32 [N], and at least the ``num_top`` likeliest tokens,
     best first: ids int32 [N, K] and logprobs float32 [N, K]. All are ``logit - logsumexp``, so
-    equal logits have equal logprobs to the last bit. Sorts nothing if ``num_top`` is 0.
+    equal logits have equal logprobs to the last bit. A row that is no distribution (NaN, +inf, or
+    all -inf) has logprobs NaN. Sorts nothing if ``num_top`` is 0.
     """
     norm = logits.logsumexp(1, keepdim=True)
+    norm = norm.masked_fill(~norm.isfinite(), math.nan)
     chosen = logits.gather(1, token_ids[:, None])
     # Comparing into floats: torch sums those many times faster than booleans. Exact to 2**24.
     likelier = torch.gt(logits, chosen, out=torch.empty_like(logits))

@@ -44,7 +44,9 @@ def _add_bias(logits: torch.Tensor, rows: Sequence[History]) -> None:
     for i, row in enumerate(rows):
         bias = dict(row.params.logit_bias or {})
         if len(row.output_token_ids) < row.params.min_tokens:
-            bias.update(dict.fromkeys(row.eos_token_ids, -math.inf))
+            # Configurations may name end-of-sequence tokens that the embedding does not have.
+            ends = (token for token in row.eos_token_ids if 0 <= token < logits.shape[1])
+            bias.update(dict.fromkeys(ends, -math.inf))
             bias.update(dict.fromkeys(row.params.stop_token_ids, -math.inf))
         at += [i] * len(bias)
         token_ids += bias.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,15 +18,36 @@ from pageloom.scheduling.logprobs import TokenLogprobs
 # Rows of logits held at once for prompt logprobs: 256 rows of 128k float32 are 128 MiB.
 PROMPT_LOGPROB_ROWS = 256
 
+NAN = (
+    "the model's logits hold NaN or infinity; check its weights and dtype (float16 overflows "
+    "where bfloat16 does not)"
+)
+ALL_BANNED = (
+    "no token can be drawn: the model or the request excludes every token of the vocabulary; "
+    "check the model's weights, and lower min_tokens or name fewer stop_token_ids"
+)
+
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one chunk of a plan yielded."""
+    """What one chunk of a plan yielded.
+
+    ``prompt_logprobs[i]`` scores the prompt token at position ``prompt_logprobs_start + 1 + i``.
+    Tokens that were scored before a preemption are not scored again, so the lists of a branch's
+    chunks, one after the other, are the whole prompt's without gap or overlap.
+    """
 
     chunk: Chunk
-    token_id: int | None = None  # None if the chunk ended before the last pending token
+    token_id: int | None = None  # None if the chunk ended before the last pending token, or failed
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs_start: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    failure: str | None = None  # a sentence for the operator: why the request cannot go on
+
+    def fail(self, reason: str) -> None:
+        """Give up what the chunk yielded, for ``reason``."""
+        self.token_id, self.logprobs, self.prompt_logprobs = None, None, []
+        self.failure = reason
 
 
 class ModelRunner:
@@ -45,7 +67,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        """Compute the chunks and sample where a chunk completes its branch, in row order."""
+        """Compute the chunks and sample where a chunk completes its branch, in row order.
+
+        A chunk from whose logits nothing can be read fails alone, see `ChunkResult.failure`.
+        """
         batch = assemble_batch(chunks, self.backend.spec.block_size, self.device)
         self.backend.plan(batch.attention)
         hidden = self.model.forward(batch.token_ids, batch.positions, self.backend.forward)
@@ -68,28 +93,38 @@ class ModelRunner:
             sampling, sampled.token_ids, sampled.logprobs, strict=True
         ):
             results[i].token_id, results[i].logprobs = token_id, logprobs
+        for row in sampled.invalid:
+            banned = bool(logits[row].isneginf().all())  # in the logits as `sample` changed them
+            results[sampling[row]].fail(ALL_BANNED if banned else f"no token can be drawn: {NAN}")
 
     def _score_prompts(
         self, batch: StepBatch, hidden: torch.Tensor, results: list[ChunkResult]
     ) -> None:
         """Log-probabilities of the prompt tokens that follow each row of a chunk."""
-        first_rows = batch.attention.query_start_host.tolist()
-        for result, first in zip(results, first_rows, strict=False):
-            request = result.chunk.branch.request
-            top = request.params.prompt_logprobs
-            if top is None:
-                continue
-            start = result.chunk.start
-            stop = min(result.chunk.stop, len(request.prompt_token_ids) - 1)
-            for at in range(start, stop, PROMPT_LOGPROB_ROWS):
-                end = min(at + PROMPT_LOGPROB_ROWS, stop)
-                rows = hidden[first + at - start : first + end - start]
-                following = torch.tensor(
-                    request.prompt_token_ids[at + 1 : end + 1], device=self.device
-                )
-                result.prompt_logprobs += self.sampler.prompt_logprobs(
-                    self.model.logits(rows), following, top
-                )
+        starts = batch.attention.query_start_host.tolist()
+        for result, first, end in zip(results, starts, starts[1:], strict=False):
+            wanted = result.chunk.branch.request.params.prompt_logprobs is not None
+            if wanted and result.failure is None:
+                self._score_prompt(result, hidden[first:end])
+
+    def _score_prompt(self, result: ChunkResult, hidden: torch.Tensor) -> None:
+        chunk, request = result.chunk, result.chunk.branch.request
+        # What was computed before a preemption was scored then.
+        start = max(chunk.start, chunk.branch.recompute_until)
+        stop = min(chunk.stop, len(request.prompt_token_ids) - 1)
+        result.prompt_logprobs_start = start
+        for at in range(start, stop, PROMPT_LOGPROB_ROWS):
+            end = min(at + PROMPT_LOGPROB_ROWS, stop)
+            logits = self.model.logits(hidden[at - chunk.start : end - chunk.start])
+            following = torch.tensor(request.prompt_token_ids[at + 1 : end + 1], device=self.device)
+            top = request.params.prompt_logprobs or 0
+            scored = self.sampler.prompt_logprobs(logits, following, top)
+            for position, score in enumerate(scored, at + 1):
+                if math.isnan(score.logprob):
+                    where = f"the prompt token at position {position} cannot be scored"
+                    return result.fail(f"{where}: {NAN}")
+            result.prompt_logprobs += scored
+        return None
 
 
 def _sample_row(branch: Branch) -> SampleRow:

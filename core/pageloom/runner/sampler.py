@@ -31,21 +31,9 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    token_ids: list[int]  # one per row
+    token_ids: list[int]  # one per row, 0 for those in `invalid`
     logprobs: list[TokenLogprobs | None]  # one per row, None where the row does not want any
-
-
-class InvalidLogitsError(RuntimeError):
-    """Some rows' logits are no distribution: they hold NaN or +inf, or are all -inf."""
-
-    def __init__(self, rows: list[int]) -> None:
-        named = ", ".join(map(str, rows))
-        super().__init__(
-            f"no token can be drawn for row {named} of the batch: its logits hold NaN or +inf, or "
-            "are all -inf; check the model's weights and dtype (float16 overflows where bfloat16 "
-            "does not)"
-        )
-        self.rows = rows
+    invalid: list[int]  # rows without a distribution to draw from: their token means nothing
 
 
 class Sampler:
@@ -66,8 +54,9 @@ class Sampler:
         """Draw a token for each row of ``logits`` (float32 [S, V]), which is overwritten.
 
         `SamplingParams` states the order of the steps. Each step touches only the rows that want
-        it, and what comes back is one transfer from the device. Raises `InvalidLogitsError` if
-        there is nothing to draw from, and `ValueError` if there is not one row for each.
+        it, and what comes back is one transfer from the device. Rows whose logits hold NaN or
+        +inf, or are all -inf once tokens are banned, do not disturb the others: they are listed
+        as invalid. Raises `ValueError` if there is not one row for each.
         """
         if len(logits) != len(rows):
             raise ValueError(f"{len(logits)} rows of logits, but {len(rows)} rows to sample")
@@ -80,14 +69,16 @@ class Sampler:
         if raw is not None:
             results += score_tokens(raw, tokens[scored], max(nums_top))
         host_tokens, host_evidence, *host_scores = to_host(*results)
-        _check(host_evidence)
         token_ids = host_tokens.tolist()
+        invalid = [i for i, value in enumerate(host_evidence.tolist()) if not math.isfinite(value)]
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if scored:
             built = build_logprobs([token_ids[i] for i in scored], nums_top, *host_scores)
             for i, value in zip(scored, built, strict=True):
                 logprobs[i] = value
-        return SampleOutput(token_ids, logprobs)
+        for i in invalid:
+            token_ids[i], logprobs[i] = 0, None
+        return SampleOutput(token_ids, logprobs, invalid)
 
     @torch.inference_mode()
     def prompt_logprobs(
@@ -96,12 +87,10 @@ class Sampler:
         """Score the tokens that follow: ``token_ids[i]`` (int64 [N]) under row i of ``logits``
         (float32 [N, V], unchanged), with each row's ``num_top`` likeliest.
 
-        Raises `InvalidLogitsError` like `sample`.
+        Rows whose logits hold NaN or +inf, or are all -inf, have the log-probability NaN.
         """
         scores = score_tokens(logits, token_ids, num_top)
         tokens, *host_scores = to_host(token_ids.to(torch.int32), *scores)
-        if invalid := host_scores[0].isnan().nonzero().flatten().tolist():
-            raise InvalidLogitsError(invalid)
         return build_logprobs(tokens.tolist(), [num_top] * len(tokens), *host_scores)
 
     def _choose(
@@ -167,9 +156,3 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # `max` gives `argmax`'s answer with its value, and is four times faster on a CPU.
     values, tokens = logits.max(1)
     return tokens, values
-
-
-def _check(evidence: torch.Tensor) -> None:
-    values = evidence.tolist()
-    if invalid := [i for i, value in enumerate(values) if not math.isfinite(value)]:
-        raise InvalidLogitsError(invalid)

@@ -33,7 +33,8 @@ def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     for rows in filter(None, (few, all_tokens)):
         k = [top_k[i] for i in rows]
         largest = _largest_ascending(take_rows(probs, rows), max(k))
-        cutoff[rows] = _cutoff(largest, k, [params[i].top_p for i in rows], cutoff[rows])
+        top_p = [params[i].top_p for i in rows]
+        cutoff[rows] = _cutoff(take_rows(probs, rows), largest, k, top_p, cutoff[rows])
     rows = sorted({*min_p, *few, *all_tokens})
     if not rows:
         return
@@ -62,23 +63,43 @@ def _largest_ascending(probs: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _cutoff(
-    values: torch.Tensor, top_k: list[int], top_p: list[float], floor: torch.Tensor
+    probs: torch.Tensor,
+    values: torch.Tensor,
+    top_k: list[int],
+    top_p: list[float],
+    floor: torch.Tensor,
 ) -> torch.Tensor:
     """The smallest value that a row keeps, float32 [N].
 
-    ``values`` (float32 [N, K], ascending) holds each row's largest probabilities; those below
-    ``floor`` (float32 [N]) are out already. top-p drops the longest prefix of what top-k left
-    whose mass is within ``1 - top_p`` of the mass left.
+    ``values`` (float32 [N, K], ascending) holds the largest probabilities of each row of ``probs``
+    (float32 [N, V]); those below ``floor`` (float32 [N]) are out already. top-p drops the longest
+    prefix of what top-k left, ties with the k-th included, whose mass is within ``1 - top_p`` of
+    the mass left.
     """
     width = values.shape[1]
     first = torch.tensor([[width - k] for k in top_k], device=values.device)
     first = torch.maximum(first, torch.searchsorted(values, floor[:, None]))
     first = first.clamp_(max=width - 1)  # rows of NaN, which the sampler reports
     if min(top_p) < 1:
+        first = torch.searchsorted(values, values.gather(1, first)).clamp_(max=width - 1)
         mass = values.cumsum(1)
         below = mass.gather(1, (first - 1).clamp_(min=0)) * (first > 0)
         dropped = values.new_tensor([[1 - p] for p in top_p])
-        limit = below + dropped * (mass[:, -1:] - below)
+        unlisted = _mass_unlisted(probs, values.gather(1, first), first, width)
+        # The mass up to and with each of the kept values is `unlisted` more than in `mass`.
+        limit = below + dropped * (mass[:, -1:] + unlisted - below) - unlisted
         nucleus = torch.searchsorted(mass, limit, right=True).clamp_(max=width - 1)
         first = torch.where(dropped > 0, torch.maximum(first, nucleus), first)
     return values.gather(1, first)[:, 0]
+
+
+def _mass_unlisted(
+    probs: torch.Tensor, kth: torch.Tensor, first: torch.Tensor, listed: int
+) -> torch.Tensor:
+    """The mass of the tokens as likely as ``kth`` that the ``listed`` largest values of each row
+    had no room for. All but ``probs`` (float32 [N, V]) are [N, 1]."""
+    if listed == probs.shape[1] or not (first == 0).any():
+        return torch.zeros_like(kth)
+    # Comparing into floats: torch sums those many times faster than booleans. Exact to 2**24.
+    kept = torch.ge(probs, kth, out=torch.empty_like(probs)).sum(1, keepdim=True)
+    return kth * (kept - (listed - first))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
@@ -49,7 +51,7 @@ class SamplingParams:
     """Subtracted from a token's logit once for every time that the output holds it."""
 
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids; each in [-100, 100]."""
+    """Added to the logits of these token ids; each in [-100, 100]. Kept as a read-only copy."""
 
     seed: int | None = None
     """Makes the request repeatable, in whatever batch it runs and however often it is preempted.
@@ -114,6 +116,13 @@ class SamplingParams:
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_tokens())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled by its values: a read-only mapping cannot be by itself."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.logit_bias is not None:
+            values["logit_bias"] = dict(self.logit_bias)
+        return _make, (values,)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -155,7 +164,7 @@ class SamplingParams:
             span = f"{low} or more" if high is None else f"from {low} to {high}"
             raise self._wrong(name, f"an integer {span}{also}")
 
-    def _checked_bias(self) -> dict[int, float] | None:
+    def _checked_bias(self) -> Mapping[int, float] | None:
         if self.logit_bias is None:
             return None
         if not isinstance(self.logit_bias, Mapping):
@@ -175,7 +184,7 @@ class SamplingParams:
                     f"logit_bias of token {token} is {bias!r}, but must be a number from -100 to "
                     "100"
                 )
-        return dict(self.logit_bias)
+        return MappingProxyType(dict(self.logit_bias))
 
     def _checked_stop(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -203,6 +212,10 @@ class SamplingParams:
                 f"{MAX_STOP_TOKEN_IDS}"
             )
         return tuple(token_ids)
+
+
+def _make(values: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
 
 
 def _is_integer(value: object) -> bool:

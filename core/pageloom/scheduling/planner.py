@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pageloom.contract import RequestRecord, RequestView, Scheduler
-from pageloom.memory import BlockPool, BlockTable, blocks_for, check_integrity
-from pageloom.scheduling.plan import Chunk, Limits, StepPlan
+from pageloom.memory import BlockPool, IntegrityError, blocks_for, check_integrity
+from pageloom.scheduling.plan import Chunk, DraftPlan, Limits, StepPlan
 from pageloom.scheduling.request import Branch, FinishReason, Request, Status
 
 
@@ -55,9 +55,12 @@ class Planner:
     finished. Not thread-safe: it belongs to the engine's thread.
     """
 
-    # A plan that grants nothing may be a preemption that makes room. Two in a row are a policy
-    # that is stuck: no request changes between them.
+    # A plan that does nothing while there are requests is a policy that is stuck. One is forgiven:
+    # it may have been made in the moment before a request came.
     MAX_EMPTY_PLANS = 2
+    # So many preemptions per seat without one token that was not computed before are a policy
+    # that evicts and readmits in circles.
+    MAX_PREEMPTIONS_PER_SEAT = 4
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Planner:
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: dict[str, Request] = {}
         self._empty_plans = 0
+        self._fruitless_preemptions = 0
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -99,20 +103,20 @@ class Planner:
         Raises `PolicyError` if the policy raises or is stuck. No block is lost then, and every
         request can still be finished.
         """
-        seats = sum(len(request.branches) for request in self.running.values())
-        plan = StepPlan(self.pool, self.limits, self.limits.max_num_seqs - seats)
+        draft = DraftPlan(self.pool, self.limits, self.running, self.waiting)
         view = QueueView(
             now=self.clock(),
             running=tuple(request.view for request in self.running.values()),
             waiting=WaitingView(self.waiting),
         )
         try:
-            self.scheduler.schedule(view, plan)
+            self.scheduler.schedule(view, draft)
         except Exception as error:
             raise PolicyError(
                 f"scheduling policy {self.policy!r} failed: {type(error).__name__}: {error}"
             ) from error
         finally:
+            plan = draft.close()
             self._commit(plan, view.now)
         self._detect_stall(plan)
         return plan
@@ -155,14 +159,21 @@ class Planner:
         return (branch for request in self.running.values() for branch in request.branches)
 
     def check_integrity(self) -> None:
-        """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly."""
-        tables: list[BlockTable] = [
-            branch.table
+        """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly, or if a
+        branch has computed more than its blocks hold."""
+        branches = [
+            branch
             for queue in (self.running, self.waiting)
             for request in queue.values()
             for branch in request.branches
         ]
-        check_integrity(self.pool, tables)
+        check_integrity(self.pool, [branch.table for branch in branches])
+        for branch in branches:
+            if branch.num_computed > branch.table.capacity:
+                raise IntegrityError(
+                    f"request {branch.request.request_id} has {branch.num_computed} tokens "
+                    f"computed, but its blocks hold {branch.table.capacity}"
+                )
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         for request in plan.admitted:
@@ -178,17 +189,24 @@ class Planner:
             request.status = Status.WAITING
 
     def _detect_stall(self, plan: StepPlan) -> None:
-        if plan.chunks or not self.has_requests:
-            self._empty_plans = 0
-            return
-        self._empty_plans += 1
+        idle = not (plan.chunks or plan.preempted) and self.has_requests
+        self._empty_plans = self._empty_plans + 1 if idle else 0
+        if any(chunk.stop > chunk.branch.recompute_until for chunk in plan.chunks):
+            self._fruitless_preemptions = 0
+        else:
+            self._fruitless_preemptions += len(plan.preempted)
         if self._empty_plans >= self.MAX_EMPTY_PLANS:
-            raise PolicyError(
-                f"scheduling policy {self.policy!r} makes no progress: {self._empty_plans} steps "
-                f"in a row ran nothing with {len(self.running)} requests running, "
-                f"{len(self.waiting)} waiting and {self.pool.num_free} of "
-                f"{self.pool.num_blocks} blocks free"
-            )
+            what = f"{self._empty_plans} steps in a row did nothing"
+        elif self._fruitless_preemptions > self.MAX_PREEMPTIONS_PER_SEAT * self.limits.max_num_seqs:
+            what = f"{self._fruitless_preemptions} preemptions did not lead to one new token"
+        else:
+            return
+        self._empty_plans = self._fruitless_preemptions = 0
+        raise PolicyError(
+            f"scheduling policy {self.policy!r} makes no progress: {what}, with "
+            f"{len(self.running)} requests running, {len(self.waiting)} waiting and "
+            f"{self.pool.num_free} of {self.pool.num_blocks} blocks free"
+        )
 
     def _max_tokens(self, request: Request) -> int:
         """Most output tokens of a request: what it asks for, or else all that there is room for.
@@ -212,13 +230,13 @@ class Planner:
             raise RequestTooLargeError(
                 f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens, "
                 f"{limits.block_size} per block), but the pool has {self.pool.num_blocks}; "
-                f"shorten it, or raise kv_cache.memory"
+                f"shorten it, or raise kv_cache.memory (or kv_cache.num_blocks)"
             )
         if not limits.enable_chunked_prefill and computed > limits.max_num_batched_tokens:
             raise RequestTooLargeError(
                 f"{name} may have to compute {computed} tokens in one step, but "
                 f"max_num_batched_tokens is {limits.max_num_batched_tokens} and "
-                f"enable_chunked_prefill is off"
+                f"enable_chunked_prefill is off; shorten it, or change one of the two"
             )
         if asked is not None:
             return output

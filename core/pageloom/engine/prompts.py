@@ -1,0 +1,81 @@
+"""From what a client sends to token ids that are safe to queue."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class PromptEncoder:
+    """Checks and tokenizes. May be used by several threads at the same time.
+
+    Every `ValueError` says what is wrong with the prompt. What is surely too long is refused
+    before it is tokenized, since that takes seconds for megabytes of text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_chars = 0
+        if tokenizer is not None:
+            # A token stands for no more text than its own spelling in the vocabulary.
+            self._max_chars = max_model_len * max(map(len, tokenizer.get_vocab()))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds to one; token ids
+        are checked and returned as a list."""
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, add_special_tokens=True)
+        return self._checked(prompt)
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation by the model's chat template, up to where it answers."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("this model has no chat template; use a plain prompt")
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return self._tokenize(str(text), add_special_tokens=False)
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer; give the prompt as token ids")
+        if len(text) > self._max_chars:
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, more than {self._max_model_len} tokens "
+                f"(max_model_len) can stand for"
+            )
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except TypeError as error:  # what tokenizers raises for lone surrogates
+            raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, (bytes, bytearray, Mapping)):
+            raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+        try:
+            token_ids = [_integer(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt is text or a list of token ids: {error}") from error
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"prompt token id {token_id} is not in the vocabulary of {self._vocab_size} "
+                    "tokens"
+                )
+        return token_ids
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is not a token id")
+    return operator.index(value)
