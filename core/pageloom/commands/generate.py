@@ -52,7 +52,7 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats", help="Print speed and KV use at the end.")
     ] = False,
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,

@@ -11,9 +11,7 @@ from pageloom.errors import PageloomError
 if TYPE_CHECKING:
     from pageloom.scheduling import SamplingParams
 
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Most output tokens per prompt; default: all there is room for.")
-]
+MaxTokens = Annotated[int, typer.Option(help="Most output tokens per prompt.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this probability.")]

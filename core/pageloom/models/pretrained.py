@@ -38,7 +38,7 @@ def find_folder(path: str, patterns: Sequence[str]) -> Path:
     if Path(path).is_dir():
         return Path(path)
     if not is_hub_id(path):
-        what = "is a file, not a model folder" if Path(path).exists() else "does not exist"
+        what = "is not a folder" if Path(path).exists() else "does not exist"
         raise ValueError(f"model path {path} {what}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
