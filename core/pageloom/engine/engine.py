@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import time
@@ -61,10 +62,18 @@ class Engine:
         Raises `ConfigError`, which lists every problem of the configuration, and other
         `PageloomError` if a model or plugin it names cannot be used.
         """
-        from pageloom.engine.assemble import assemble
+        # What imports and loading make is there to stay: a million objects, which the garbage
+        # collector would go through again and again.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            from pageloom.engine.assemble import assemble
 
-        config = load_config(path, overrides)
-        return assemble(config, config.loaded_plugins)
+            config = load_config(path, overrides)
+            return assemble(config, config.loaded_plugins)
+        finally:
+            if collecting:
+                gc.enable()
 
     # -- requests ---------------------------------------------------------------------------
 

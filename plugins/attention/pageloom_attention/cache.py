@@ -49,7 +49,8 @@ class CachedAttention(AttentionBackend):
         self.num_blocks = num_blocks
         for layer, spec in enumerate(self.spec.layers):
             shape = (2, self.zero_row(spec.num_kv_heads) + 1, self._width(spec.head_size))
-            cache = torch.zeros(shape, dtype=self._dtype, device=self.spec.device)
+            # Left as it is: a cache of gigabytes takes memory only as its blocks are written.
+            cache = torch.empty(shape, dtype=self._dtype, device=self.spec.device)
             zero = torch.zeros(spec.head_size, dtype=self.spec.dtype, device=self.spec.device)
             for half, kind in zip(cache, KINDS, strict=True):
                 half[-1] = self._encode(zero, layer, kind)
