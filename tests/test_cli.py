@@ -10,6 +10,7 @@ import pytest
 
 import distributions
 from pageloom.cli import main
+from pageloom.scheduling import PolicyError
 
 site = distributions.site
 
@@ -116,13 +117,47 @@ def test_plugins_lists_every_component_and_why_it_cannot_run(run, kernels):
     assert rows["ready"] == ["attention_backend", "ready", owner, "yes", ""]
     assert rows["picky"] == ["attention_backend", "picky", owner, "no", "needs a full moon"]
     assert rows["buggy"][3:] == ["no", "its check raised ZeroDivisionError: division by zero"]
-    assert rows["absent"][3:] == ["no", "ModuleNotFoundError: No module named 'kernels_absent'"]
+    absent = "cannot be imported: ModuleNotFoundError: No module named 'kernels_absent'"
+    assert rows["absent"][3:] == ["no", absent]
     assert rows["unfinished"][0] == "scheduler"
-    assert rows["unfinished"][4].endswith("does not implement schedule")
+    assert rows["unfinished"][4] == "does not implement schedule"
     failed = next(_cells(line) for line in out.splitlines() if "pageloom-bad" in line)
     assert failed[0] == "bad"
     assert failed[2].startswith("ModuleNotFoundError: No module named 'nothing_of_that_name'")
     assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("def register_scheduler(register): ...", "function register_scheduler implements no hook"),
+        ("def step_finished(engine): ...", "it does not fit the contract"),
+        ("def register_schedulers(register): register('unfinished', 'm:A')", "registered by both"),
+    ],
+)
+def test_plugins_lists_a_plugin_that_breaks_the_contract(
+    run, kernels, site, monkeypatch, body, reason
+):
+    module = f"from pageloom.contract import hookimpl\ncontract_version = '1.0'\n@hookimpl\n{body}"
+    site.install("pageloom-rude", {"rude": module}, rude="rude")
+    monkeypatch.setenv("PAGELOOM_PLUGINS", "kernels,rude")
+    code, out, _ = run("plugins")
+    assert code == 0
+    assert "picky" in out
+    assert reason in out.partition("Not loaded")[2]
+
+
+def test_plugins_cuts_nothing_where_the_terminal_is_narrow(run, kernels, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run("plugins")
+    rows = [cells for line in out.splitlines() if len(cells := _cells(line)) == 5]
+    columns = zip(*rows, strict=True)
+    kinds, names, packages, _, reasons = ("".join(cells) for cells in columns)
+    assert "attention_backend" in kinds
+    assert "unfinished" in names
+    assert "pageloom-kernels" in packages
+    assert "ModuleNotFoundError" in reasons
+    assert "…" not in out
 
 
 def test_plugins_as_json_says_the_same(run, kernels):
@@ -192,6 +227,27 @@ def test_debug_behind_two_dashes_is_an_argument(run):
     code, _, err = run("config", "--", "--debug")
     assert code == 2
     assert "there is no file --debug" in err
+
+
+def test_a_policy_that_fails_is_its_plain_sentence_and_exit_code_1(run, monkeypatch, tmp_path):
+    def fail(config):
+        raise PolicyError("scheduler 'x' is stuck")
+
+    (tmp_path / "c.yaml").write_text(HEAD)
+    monkeypatch.setattr("pageloom.config.render", fail)
+    code, _, err = run("config", str(tmp_path / "c.yaml"))
+    assert (code, err) == (1, "pageloom: scheduler 'x' is stuck\n")
+
+
+def test_output_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(HEAD)
+    script = "from pageloom.cli import main; main()"
+    command = f"{sys.executable} -c '{script}' config {tmp_path / 'c.yaml'}"
+    done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True)
+    message = "pageloom: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
+    done = subprocess.run(f"{command} <&- >&-", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_defect_is_one_line_and_exit_code_1(run, monkeypatch, tmp_path):

@@ -8,7 +8,14 @@ import pytest
 
 import distributions
 from pageloom.contract import CONTRACT_VERSION, Scheduler, hookimpl, hooks
-from pageloom.plugins import KINDS, OBSERVERS, ComponentEntry, PluginError, Plugins
+from pageloom.plugins import (
+    KINDS,
+    OBSERVERS,
+    ComponentEntry,
+    PluginError,
+    Plugins,
+    UnknownPluginError,
+)
 
 site = distributions.site
 
@@ -92,6 +99,7 @@ def test_an_unknown_component_is_reported_with_the_nearest_and_all_names(site):
         ("lifo_policy:Unrelated", "not a subclass of pageloom.contract.Scheduler"),
         ("lifo_policy:Nowhere", "module lifo_policy has no Nowhere"),
         ("lifo_broken:Lifo", "cannot be imported: ImportError: needs a compiler"),
+        ("lifo_quits:Lifo", "cannot be imported: SystemExit: 3"),
         ("lifo_nowhere:Lifo", "cannot be imported: ModuleNotFoundError"),
     ],
 )
@@ -99,6 +107,7 @@ def test_a_class_that_cannot_be_used_is_reported_with_its_owner(site, target, re
     modules = {
         "lifo": REGISTERS.format(name="lifo", target=target),
         "lifo_policy": POLICY,
+        "lifo_quits": "raise SystemExit(3)",
         "lifo_broken": "raise ImportError('needs a compiler')",
     }
     site.install("pageloom-lifo", modules, "0.3", lifo="lifo")
@@ -152,6 +161,15 @@ def test_the_engines_own_contract_version_is_accepted(site):
             "@hookimpl\ndef register_schedulers(register):\n    register('auto', 'm:B')",
             "ValueError: 'auto' cannot be the name of a scheduler",
         ),
+        ("@hookimpl\ndef register_schedulers(register):\n    raise SystemExit(3)", "SystemExit: 3"),
+        (
+            "@hookimpl\ndef register_schedulers(register):\n    register(3, 'm:A')",
+            r"TypeError: register\(3, 'm:A'\): the name and the target are texts",
+        ),
+        (
+            "class A: ...\n@hookimpl\ndef register_schedulers(register):\n    register('a', A)",
+            r"TypeError: register\('a', <class 'bad.A'>\): .* of the form 'package.module:Class'",
+        ),
     ],
 )
 def test_a_plugin_that_fails_is_kept_with_its_traceback_and_the_others_load(
@@ -176,16 +194,20 @@ def test_a_plugin_that_fails_is_kept_with_its_traceback_and_the_others_load(
 def test_a_function_that_matches_no_hook_is_an_error_with_the_nearest_hook(site):
     body = "@hookimpl\ndef register_scheduler(register): pass"
     site.install("pageloom-typo", {"typo": source(body)}, typo="typo")
-    message = r"'typo' \(pageloom-typo 1.0\): function register_scheduler implements no hook .*"
-    with pytest.raises(PluginError, match=message + "did you mean 'register_schedulers'"):
-        Plugins.load(allow=["typo"])
+    message = (
+        r"'typo' \(pageloom-typo 1.0\) failed to load: function register_scheduler implements "
+    )
+    (failure,) = Plugins.load(allow=["typo"]).failures
+    assert failure.fatal
+    assert re.search(message + "no hook .* did you mean 'register_schedulers'", str(failure))
 
 
 def test_an_argument_that_a_hook_does_not_have_is_an_error(site):
     body = "@hookimpl\ndef step_finished(record, engine): pass"
     site.install("pageloom-typo", {"typo": source(body)}, typo="typo")
-    with pytest.raises(PluginError, match=r"'typo' .*'engine'"):
-        Plugins.load(allow=["typo"])
+    (failure,) = Plugins.load(allow=["typo"]).failures
+    assert failure.fatal
+    assert re.search(r"'typo' .* does not fit the contract: .*'engine'", str(failure))
 
 
 def test_two_plugins_that_claim_one_name_are_both_named(site):
@@ -193,8 +215,11 @@ def test_two_plugins_that_claim_one_name_are_both_named(site):
         modules = {package: REGISTERS.format(name="lifo", target=f"{package}:Lifo")}
         site.install(f"pageloom-{package}", modules, **{package: package})
     message = r"scheduler 'lifo' is registered by both pageloom-first 1.0 .*pageloom-second 1.0"
-    with pytest.raises(PluginError, match=message):
-        Plugins.load(allow=["first", "second"])
+    plugins = Plugins.load(allow=["first", "second"])
+    (failure,) = plugins.failures
+    assert (failure.plugin.name, failure.fatal) == ("second", True)
+    assert re.search(message, str(failure))
+    assert [entry.package for entry in plugins.components] == ["pageloom-first"]
     assert Plugins.load(["first", "second"], deny=["first"]).names("scheduler") == ["lifo"]
 
 
@@ -214,8 +239,9 @@ def register_weight_loaders(register): register("x", "x:X")
 
 def test_two_entry_points_for_one_module_are_an_error(site):
     site.install("pageloom-x", {"x": source()}, one="x", two="x")
-    with pytest.raises(PluginError, match=r"'two' .*is already registered as pageloom-x:one"):
-        Plugins.load(["pageloom-x"])
+    (failure,) = Plugins.load(["pageloom-x"]).failures
+    assert failure.fatal
+    assert re.search(r"'two' .*is already registered as pageloom-x:one", str(failure))
 
 
 class TestLimits:
@@ -235,6 +261,7 @@ class TestLimits:
             (None, [], "pageloom-cc", ["cc"]),
             (None, ["cc"], "pageloom-cc", []),
             (None, ["pageloom"], None, ["aa", "bb", "cc"]),
+            (None, ["aa"], None, ["bb", "cc"]),
             (None, [], "", []),
             ([], [], None, []),
         ],
@@ -242,13 +269,34 @@ class TestLimits:
     def test_what_is_loaded(self, monkeypatch, allow, deny, variable, loaded):
         if variable is not None:
             monkeypatch.setenv("PAGELOOM_PLUGINS", variable)
-        assert Plugins.load(allow, deny).names("scheduler") == loaded
+        names = Plugins.load(allow, deny).names("scheduler")  # others may be installed too
+        assert [name for name in names if name in ("aa", "bb", "cc")] == loaded
+        if allow is not None or variable is not None:
+            assert names == loaded
 
     def test_what_is_denied_is_not_even_imported(self, site):
         site.install("pageloom-dd", {"dd": "raise SystemExit"}, dd="dd")
         plugins = Plugins.load(deny=["dd", "pageloom"])
-        assert plugins.failures == []
-        assert "dd (pageloom-dd)" in plugins.unloaded()
+        assert not [failure for failure in plugins.failures if failure.plugin.name == "dd"]
+        assert re.search(r"excluded by plugins.deny: .*dd \(pageloom-dd\)", plugins.unloaded())
+
+    def test_what_is_not_loaded_is_told_with_the_list_that_excludes_it(self, monkeypatch):
+        monkeypatch.setenv("PAGELOOM_PLUGINS", "aa,cc")
+        plugins = Plugins.load(["aa", "bb", "cc"], ["cc"])
+        by = {info.name: key for info, key in plugins.skipped.items()}
+        assert (by["cc"], by["bb"], by["core"]) == (
+            "plugins.deny",
+            "PAGELOOM_PLUGINS",
+            "plugins.allow",
+        )
+
+    def test_all_unknown_names_are_reported_at_once(self, monkeypatch):
+        monkeypatch.setenv("PAGELOOM_PLUGINS", "nope")
+        with pytest.raises(UnknownPluginError) as caught:
+            Plugins.load(["yy", "xx"], ["zz"])
+        assert list(caught.value.reasons) == ["plugins.allow", "plugins.deny", "PAGELOOM_PLUGINS"]
+        for name in ("yy", "xx", "zz", "nope"):
+            assert f"{name!r} is not installed" in str(caught.value)
 
     def test_an_unknown_name_is_an_error_that_lists_what_there_is(self, monkeypatch):
         for arguments, key in (({"allow": ["aaa"]}, "allow"), ({"deny": ["aaa"]}, "deny")):
@@ -336,18 +384,31 @@ def test_an_observer_that_raises_is_logged_once_and_never_called_again(caplog):
     assert faulty.seen == ["faulty"]
     assert [record for _, record in recorder.seen] == [0, 1, 2, "r"]
     (record,) = caplog.records
-    assert re.search(r"Faulty@\w+ raised in step_finished and is not called again", record.message)
-    assert record.exc_info[1].args == ("no disk left",)
+    message = (
+        r"Faulty@\w+ raised in step_finished and is not called again: RuntimeError: no disk left"
+    )
+    assert re.search(message, record.message)
+
+
+def test_the_traceback_of_an_observer_is_a_debug_message(caplog):
+    caplog.set_level(logging.DEBUG, "pageloom")
+    plugins = Plugins()
+    plugins.register_observer(Faulty())
+    plugins.notify("step_finished", record=None)
+    error, trace = caplog.records
+    assert (error.levelno, trace.levelno) == (logging.ERROR, logging.DEBUG)
+    assert "\n" not in error.message
+    assert trace.message.startswith("Traceback")
 
 
 def test_an_observer_of_a_plugin_that_raises_is_logged_with_the_plugins_name(site, caplog):
-    body = "@hookimpl\ndef step_finished(): 1 / 0"
+    body = "@hookimpl\ndef step_finished(): raise SystemExit(3)"
     site.install("pageloom-watch", {"watch": source(body)}, watch="watch")
     plugins = Plugins.load(["watch"])
     for _ in range(2):
         plugins.notify("step_finished", record=None)
     assert caplog.messages == [
-        "plugin pageloom-watch:watch raised in step_finished and is not called again"
+        "plugin pageloom-watch:watch raised in step_finished and is not called again: SystemExit: 3"
     ]
 
 

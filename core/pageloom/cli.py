@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -45,19 +47,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     defect of ours or of a plugin.
     """
     debug, arguments = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdin is None:  # the shell closed it: there is nothing to read
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     try:
-        app([*debug, *arguments])
-    except PageloomError as error:
-        if debug:
-            raise
-        print(f"pageloom: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Exception as error:
-        if debug:
-            raise
-        hint = "an unexpected error; --debug shows where"
-        print(f"pageloom: {one_line(error)} ({hint})", file=sys.stderr)
+        try:
+            app([*debug, *arguments])
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough
+        _abandon_output()
         sys.exit(1)
+    except Exception as error:
+        _abandon_output()
+        if debug:
+            raise
+        message, code = _explain(error)
+        print(f"pageloom: {message}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """What to say, and the exit code."""
+    from pageloom.scheduling import PolicyError  # late, to start quickly
+
+    if isinstance(error, PageloomError):
+        return str(error), 2
+    if isinstance(error, PolicyError):
+        return str(error), 1
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return f"the output cannot be written: {error.strerror}", 2
+    return f"{one_line(error)} (an unexpected error; --debug shows where)", 1
+
+
+def _abandon_output() -> None:
+    """Python flushes once more when it ends; what cannot be written must go somewhere."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _take_debug(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from pageloom.contract import CONTRACT_VERSION
-from pageloom.errors import PageloomError, suggest
+from pageloom.errors import PageloomError, shorten, suggest
 
 GROUP = "pageloom"
 VARIABLE = "PAGELOOM_PLUGINS"
 
 
 class PluginError(PageloomError):
-    """A plugin, or something asked of one, is wrong. The message names the plugin."""
+    """A plugin, or something asked of one, is wrong. The message names the plugin; ``reason`` is
+    the part of it that is left when the reader knows which is meant."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class UnknownPluginError(PluginError):
-    """A name in an allow or deny list matches nothing installed; ``key`` says in which list."""
+    """Names in allow or deny lists match nothing installed; ``reasons`` are by list."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key}: {reason}")
-        self.key = key
-        self.reason = reason
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{key}: {reason}" for key, reason in reasons.items()))
+        self.reasons = reasons
 
 
 class PluginRefusedError(PluginError):
@@ -57,30 +61,36 @@ def installed() -> dict[PluginInfo, EntryPoint]:
     return found
 
 
-def choose(
+def exclude(
     plugins: Collection[PluginInfo], allow: Sequence[str] | None, deny: Sequence[str]
-) -> set[PluginInfo]:
-    """The plugins that ``allow``, ``deny`` and ``PAGELOOM_PLUGINS`` leave.
+) -> dict[PluginInfo, str]:
+    """The plugins that are not to be loaded, each with the first list that excludes it.
 
-    Raises `UnknownPluginError` for a name in any of them that no plugin answers to.
+    The lists are ``allow``, ``deny`` and the variable ``PAGELOOM_PLUGINS``. Raises
+    `UnknownPluginError` for the names in any of them that no plugin answers to.
     """
-
-    def matching(key: str, names: Sequence[str]) -> set[PluginInfo]:
-        matches = {name: {info for info in plugins if info.answers_to(name)} for name in names}
-        valid = {info.name for info in plugins} | {info.package for info in plugins}
-        if unknown := [name for name in names if not matches[name]]:
-            told = "; ".join(
-                f"{name!r} is not installed, {suggest(name, valid)}" for name in unknown
-            )
-            raise UnknownPluginError(key, told)
-        return set().union(*matches.values())
-
-    chosen = set(plugins) if allow is None else matching("plugins.allow", allow)
-    chosen -= matching("plugins.deny", deny)
     limit = os.environ.get(VARIABLE)
-    if limit is not None:
-        chosen &= matching(VARIABLE, [name.strip() for name in limit.split(",") if name.strip()])
-    return chosen
+    variable = None if limit is None else [name.strip() for name in limit.split(",")]
+    named = {"plugins.allow": allow, "plugins.deny": deny, VARIABLE: variable}
+    valid = {info.name for info in plugins} | {info.package for info in plugins}
+    excluded: dict[PluginInfo, str] = {}
+    unknown: dict[str, str] = {}
+    for key, names in named.items():
+        if names is None:
+            continue
+        matches = {name: {info for info in plugins if info.answers_to(name)} for name in names}
+        if told := [
+            f"{shorten(name)!r} is not installed, {suggest(name, valid)}"
+            for name in matches
+            if not matches[name] and (name or key != VARIABLE)
+        ]:
+            unknown[key] = "; ".join(told)
+        listed: set[PluginInfo] = set().union(*matches.values())
+        for info in listed if key == "plugins.deny" else set(plugins) - listed:
+            excluded.setdefault(info, key)
+    if unknown:
+        raise UnknownPluginError(unknown)
+    return excluded
 
 
 def check_version(plugin: object) -> None:

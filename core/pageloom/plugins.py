@@ -37,7 +37,7 @@ from pageloom.discovery import (
     PluginRefusedError,
     UnknownPluginError,
     check_version,
-    choose,
+    exclude,
     installed,
 )
 from pageloom.errors import PageloomError, one_line, suggest
@@ -51,6 +51,7 @@ __all__ = [
     "Plugins",
     "UnknownPluginError",
     "blame",
+    "label",
 ]
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class PluginFailure:
     plugin: PluginInfo
     reason: str  # one line
     traceback: str  # empty when the plugin was refused rather than failed
+    fatal: bool = False  # it breaks the contract or claims a name that is taken
 
     def __str__(self) -> str:
         return f"{self.plugin} failed to load: {self.reason}"
@@ -101,7 +103,7 @@ class Plugins:
 
     def __init__(self) -> None:
         self.failures: list[PluginFailure] = []
-        self.skipped: list[PluginInfo] = []  # installed, but excluded by a list
+        self.skipped: dict[PluginInfo, str] = {}  # by which list it is excluded
         self._entries: dict[tuple[str, str], ComponentEntry] = {}
         self._observers: dict[str, list[_Observer]] = {hook: [] for hook in OBSERVERS}
         self._manager = pluggy.PluginManager("pageloom")
@@ -117,18 +119,19 @@ class Plugins:
         Both lists, and ``PAGELOOM_PLUGINS``, hold entry-point or distribution names.
 
         A plugin that cannot be imported, raises in a registering hook, or was written for another
-        contract is logged, kept in `failures`, and contributes nothing. Raises
-        `UnknownPluginError` for a listed name that matches nothing installed, and `PluginError`
-        when two plugins claim one name or a hook implementation matches no hook.
+        contract is logged, kept in `failures`, and contributes nothing. So is, but as ``fatal``,
+        one whose hook implementation matches no hook or that claims a name which is taken: no
+        engine starts with it. Raises `UnknownPluginError` for a listed name that matches nothing
+        installed.
         """
         plugins = cls()
         found = installed()
-        chosen = choose(found, allow, deny)
+        excluded = exclude(found, allow, deny)
         for info in sorted(found, key=lambda info: (info.package, info.name)):
-            if info in chosen:
-                plugins._load(info, found[info])
+            if info in excluded:
+                plugins.skipped[info] = excluded[info]
             else:
-                plugins.skipped.append(info)
+                plugins._load(info, found[info])
         plugins._refresh_observers()
         return plugins
 
@@ -155,27 +158,34 @@ class Plugins:
         entry = self._entries.get((kind, name))
         if entry is None:
             raise PluginError(self._unknown(kind, name))
-        owner = f"{_label(kind)} {name!r} ({entry.target} of {entry.package} {entry.version})"
+        owner = f"{label(kind)} {name!r} ({entry.target} of {entry.package} {entry.version})"
         module_name, _, class_name = entry.target.partition(":")
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
-            raise PluginError(f"{owner} cannot be imported: {one_line(error)}") from error
-        target, base = getattr(module, class_name, None), KINDS[kind]
+            target = getattr(module, class_name, None)
+        except (Exception, SystemExit) as error:
+            reason = f"cannot be imported: {one_line(error)}"
+            raise PluginError(f"{owner} {reason}", reason) from error
+        base = KINDS[kind]
         if target is None:
-            raise PluginError(f"{owner}: module {module_name} has no {class_name}")
+            reason = f"module {module_name} has no {class_name}"
+            raise PluginError(f"{owner}: {reason}", reason)
         if not (isinstance(target, type) and issubclass(target, base)):
-            raise PluginError(f"{owner} is not a subclass of pageloom.contract.{base.__name__}")
+            reason = f"is not a subclass of pageloom.contract.{base.__name__}"
+            raise PluginError(f"{owner} {reason}", reason)
         if missing := getattr(target, "__abstractmethods__", None):
-            raise PluginError(f"{owner} does not implement {', '.join(sorted(missing))}")
+            reason = f"does not implement {', '.join(sorted(missing))}"
+            raise PluginError(f"{owner} {reason}", reason)
         return target
 
     def unloaded(self) -> str:
         """One sentence on the plugins that are installed but not loaded, or ``""``."""
         parts = [str(failure) for failure in self.failures]
-        if self.skipped:
-            names = ", ".join(f"{info.name} ({info.package})" for info in self.skipped)
-            parts.append(f"not loaded because of an allow or deny list: {names}")
+        for key in sorted(set(self.skipped.values())):
+            names = [
+                f"{info.name} ({info.package})" for info, by in self.skipped.items() if by == key
+            ]
+            parts.append(f"excluded by {key}: {', '.join(names)}")
         return "; ".join(parts)
 
     def register_observer(self, observer: object) -> None:
@@ -186,7 +196,10 @@ class Plugins:
         name = f"{type(observer).__name__}@{id(observer):x}"
         if type(observer).__hash__ is None:
             raise PluginError(f"observer {name} must be hashable (a dataclass needs eq=False)")
-        self._register(observer, name, f"observer {name}")
+        try:
+            self._register(observer, name)
+        except PluginError as error:
+            raise PluginError(f"observer {name}: {error}") from error
         implemented = [caller.name for caller in self._manager.get_hookcallers(observer) or ()]
         if not implemented or not set(implemented) <= set(OBSERVERS):
             self._manager.unregister(observer)
@@ -208,8 +221,14 @@ class Plugins:
         for observer in self._observers[hook]:
             try:
                 observer.call(**values)
-            except Exception:
-                log.exception("plugin %s raised in %s and is not called again", observer.name, hook)
+            except (Exception, SystemExit) as error:
+                log.error(
+                    "plugin %s raised in %s and is not called again: %s",
+                    observer.name,
+                    hook,
+                    one_line(error),
+                )
+                log.debug("%s", traceback.format_exc())
                 self._manager.unregister(observer.plugin)
                 self._refresh_observers()
 
@@ -221,30 +240,34 @@ class Plugins:
             return self._fail(info, str(error), "")
         except (Exception, SystemExit) as error:
             return self._fail(info, one_line(error), traceback.format_exc())
-        self._register(module, f"{info.package}:{info.name}", str(info))
+        try:
+            self._register(module, f"{info.package}:{info.name}")
+        except PluginError as error:
+            return self._fail(info, str(error), "", fatal=True)
         try:
             self._entries |= self._collect(info, module)
-        except PluginError:
-            raise
-        except Exception as error:
+        except PluginError as error:
+            self._manager.unregister(module)
+            self._fail(info, str(error), "", fatal=True)
+        except (Exception, SystemExit) as error:
             self._manager.unregister(module)
             self._fail(info, one_line(error), traceback.format_exc())
 
-    def _fail(self, info: PluginInfo, reason: str, trace: str) -> None:
-        self.failures.append(PluginFailure(info, reason, trace))
+    def _fail(self, info: PluginInfo, reason: str, trace: str, fatal: bool = False) -> None:
+        self.failures.append(PluginFailure(info, reason, trace, fatal))
         log.warning("%s", self.failures[-1])
         if trace:
             log.debug("%s", trace)
 
-    def _register(self, plugin: object, name: str, label: str) -> None:
+    def _register(self, plugin: object, name: str) -> None:
         """Register with pluggy; every hook implementation must match a hook."""
         if taken := self._manager.get_name(plugin):
-            raise PluginError(f"{label} is already registered as {taken}")
+            raise PluginError(f"it is already registered as {taken}")
         try:
             self._manager.register(plugin, name)
         except pluggy.PluginValidationError as error:
             detail = " ".join(str(error).split("\n")[1:])
-            raise PluginError(f"{label} does not fit the contract: {detail}") from error
+            raise PluginError(f"it does not fit the contract: {detail}") from error
         for caller in self._manager.get_hookcallers(plugin) or ():
             impls = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
             if caller.has_spec() or all(impl.optionalhook for impl in impls):
@@ -252,7 +275,7 @@ class Plugins:
             known = [name for name in dir(hooks) if hasattr(getattr(hooks, name), "pageloom_spec")]
             self._manager.unregister(plugin)
             raise PluginError(
-                f"{label}: function {impls[0].function.__name__} implements no hook of contract "
+                f"function {impls[0].function.__name__} implements no hook of contract "
                 f"{CONTRACT_VERSION}; {suggest(caller.name, known)}"
             )
 
@@ -263,13 +286,18 @@ class Plugins:
         for kind in KINDS:
 
             def register(name: str, target: str, kind: str = kind) -> None:
+                if not (isinstance(name, str) and isinstance(target, str)):
+                    raise TypeError(
+                        f"register({name!r}, {target!r}): the name and the target are texts, the "
+                        "target of the form 'package.module:Class'"
+                    )
                 if not _NAME.fullmatch(name) or name == "auto":
-                    raise ValueError(f"{name!r} cannot be the name of a {_label(kind)}")
+                    raise ValueError(f"{name!r} cannot be the name of a {label(kind)}")
                 if not _TARGET.fullmatch(target):
                     raise ValueError(f"target {target!r} is not of the form 'package.module:Class'")
                 if taken := (self._entries | collected).get((kind, name)):
                     raise PluginError(
-                        f"{_label(kind)} {name!r} is registered by both {taken.package} "
+                        f"{label(kind)} {name!r} is registered by both {taken.package} "
                         f"{taken.version} ({taken.target}) and {info.package} {info.version} "
                         f"({target}); exclude one of them with plugins.deny"
                     )
@@ -296,7 +324,7 @@ class Plugins:
 
     def _unknown(self, kind: str, name: str) -> str:
         names = self.names(kind)
-        text = f"there is no {_label(kind)} {name!r}; {suggest(name, names)}"
+        text = f"there is no {label(kind)} {name!r}; {suggest(name, names)}"
         return f"{text}; {self.unloaded()}" if self.unloaded() else text
 
 
@@ -307,9 +335,10 @@ def blame(kind: str, name: str) -> Iterator[None]:
         yield
     except PageloomError:
         raise
-    except Exception as error:
-        raise PluginError(f"{_label(kind)} {name!r} failed: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{label(kind)} {name!r} failed: {one_line(error)}") from error
 
 
-def _label(kind: str) -> str:
+def label(kind: str) -> str:
+    """One of `KINDS` as it stands in a sentence."""
     return kind.replace("_", " ").replace("kv", "KV")

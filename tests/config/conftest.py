@@ -48,6 +48,10 @@ class Tuned(Plain):
         note: str | None = None
 
         def __post_init__(self):
+            if self.window == -1:
+                1 / 0
+            if self.window == -2:
+                raise SystemExit(3)
             if self.window > 100:
                 raise ValueError("window must be at most 100, a step has no more")
 

@@ -7,6 +7,7 @@ import pytest
 from pageloom.config import ConfigError, load_config
 from pageloom.plugins import Plugins
 
+INTERPOLATIONS = "${env:NAME}, ${env:NAME,DEFAULT}, ${pkg:MODULE/FILE} or ${section.key}"
 HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
 
 
@@ -60,14 +61,48 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("runtime: {seed: '${env:UNSET_X}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X}": the '
          "environment variable UNSET_X is not set; set it, or write ${env:UNSET_X,DEFAULT}"),
         ("runtime: {seed: '${env:UNSET_X,y}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X,y}": '
-         "While dereferencing interpolation '${env:UNSET_X,y}': Value 'y' of type 'str' could not "
-         "be converted to Integer; expected an integer of at least 0"),
+         'it resolves to "y"; expected an integer of at least 0'),
         ("runtime: {seed: '${nowhere}'}", 'c.yaml:3: runtime.seed = "${nowhere}": Interpolation '
          "key 'nowhere' not found"),
         ("runtime: {seed: '${runtime.seed}'}", 'c.yaml:3: runtime.seed = "${runtime.seed}": '
          "Recursive interpolation detected"),
-        ("runtime: {seed: '${env'}", 'c.yaml:3: runtime.seed = "${env": not a valid interpolation '
-         "(no viable alternative at input '${env'); expected an integer of at least 0"),
+        ("runtime: {seed: '${env'}", 'c.yaml:3: runtime.seed = "${env": not a valid interpolation, '
+         f"which would be {INTERPOLATIONS}; expected an integer of at least 0"),
+        ("runtime: {seed: '${env:'}", 'c.yaml:3: runtime.seed = "${env:": not a valid '
+         f"interpolation, which would be {INTERPOLATIONS}; expected an integer of at least 0"),
+        ("runtime: {device: '${env:}'}", 'c.yaml:3: runtime.device = "${env:}": not of the form '
+         "${env:NAME} or ${env:NAME,DEFAULT}"),
+        ("runtime: {device: '${env:UNSET_X,}'}", 'c.yaml:3: runtime.device = "": expected auto, '
+         "cpu, cuda or cuda:N"),
+        ("runtime: {device: '${pkg:}'}", "c.yaml:3: runtime.device = \"${pkg:}\": '' is not of the "
+         "form MODULE/FILE"),
+        ("runtime: {device: '${pkg:a,b}'}", "c.yaml:3: runtime.device = \"${pkg:a,b}\": 'a,b' is "
+         "not of the form MODULE/FILE"),
+        ("runtime: {device: '${nope:1}'}", 'c.yaml:3: runtime.device = "${nope:1}": Unsupported '
+         f"interpolation type nope; expected {INTERPOLATIONS}"),
+        ("runtime: {device: ${env:HOME}}", "c.yaml:3: not valid YAML: while parsing a flow "
+         "mapping, expected ',' or '}', but got '{'; expected each \"${...}\" in quotes"),
+        ("plugins: {allow: [[core]]}", 'c.yaml:3: plugins.allow = [["core"]]: expected a list, '
+         "each item text or null"),
+        ("plugins: {allow: [{a: 1}]}", 'c.yaml:3: plugins.allow = [{"a": 1}]: expected a list, '
+         "each item text or null"),
+        ("plugins: {deny: [[a]]}", 'c.yaml:3: plugins.deny = [["a"]]: expected a list, each item '
+         "text"),
+        ("runtime: {seed: 0x" + "9" * 5000 + "}", "c.yaml:3: runtime.seed: '0x" + "9" * 75 + "...' "
+         "is no integer of 64 bits"),
+        ("runtime: {seed: " + "9" * 5000 + "}", "c.yaml:3: runtime.seed: '" + "9" * 77 + "...' is "
+         "no YAML int"),
+        ("kv_cache: {memory: '" + "9" * 500 + "B'}", 'c.yaml:3: kv_cache.memory = "' + "9" * 76
+         + '...: expected a size such as "4GiB" or "512MiB", or a number of bytes, or null'),
+        ("kv_cache: " + "{a: " * 500 + "}" * 500, "c.yaml:3: nested more than 32 deep"),
+        ("kv_cache: " + "[" * 3000 + "]" * 3000, "c.yaml:3: nested more than 32 deep"),
+        ("kv_cache: {options: {a: " + "[" * 40 + "]" * 40 + "}}",
+         "c.yaml:3: kv_cache.options.a" + "[0]" * 30 + ": nested more than 32 deep"),
+        ("extends: 'a\\0b'".replace("'", '"'), "c.yaml:3: extends: not a path: embedded null byte"),
+        ("runtime.seed: 1", "c.yaml:3: runtime.seed = 1: a dot does not nest in a file; expected "
+         "'runtime:' with 'seed:' indented below it"),
+        ("max_num_seqs: 4", "c.yaml:3: max_num_seqs = 4: unknown key; expected one of model, "
+         "scheduler, attention, kv_cache, plugins, runtime; did you mean scheduler.max_num_seqs?"),
         ("runtime: {seed: 1, seed: 2}", "c.yaml:3: runtime.seed: given twice; it also stands in "
          "line 3"),
         ("runtime: {1: 2}", "c.yaml:3: runtime: a key that is not text; put it in quotes"),
@@ -129,7 +164,19 @@ def test_one_wrong_line_is_one_exact_report(problems, write, monkeypatch, line, 
          '= "cfgkit:Plain": no plugin registers this name; expected one of broken, demanding, '
          "frozen, illtyped, plain, tuned"),
         ("kv_cache.quantizer=fp8", '--set kv_cache.quantizer=fp8: kv_cache.quantizer = "fp8": no '
-         "plugin registers this name; expected null, since none is installed"),
+         "KV quantizer is loaded; expected null"),
+        ("extends=a.yaml", "--set extends=a.yaml: extends: it belongs in a file"),
+        ("foo.bar=1", "--set foo.bar=1: foo.bar = 1: unknown key; expected one of model, "
+         "scheduler, attention, kv_cache, plugins, runtime"),
+        ("MAX_num_seqs=4", "--set MAX_num_seqs=4: MAX_num_seqs = 4: unknown key; expected one of "
+         "model, scheduler, attention, kv_cache, plugins, runtime; did you mean "
+         "scheduler.max_num_seqs?"),
+        ("runtime.SEED=1", "--set runtime.SEED=1: runtime.SEED = 1: unknown key; expected one of "
+         "device, num_threads, seed, debug; did you mean seed?"),
+        ("runtime.seed=\nx", '--set runtime.seed=\\nx: runtime.seed = "x": expected an integer of '
+         "at least 0"),
+        ("runtime.seed=" + "x" * 99, "--set runtime.seed=" + "x" * 64 + '...: runtime.seed = "'
+         + "x" * 76 + "...: expected an integer of at least 0"),
         ("attention.options.x=1", '--set attention.options.x=1: attention.options = {"x": 1}: '
          "options of no component; expected attention.backend to name the component that they "
          "belong to"),
@@ -163,6 +210,11 @@ def test_one_wrong_override_is_one_exact_report(problems, plugins, override, rep
         ("tuned", "{weights: {a: b}}", 'options.weights = {"a": "b"}: Value \'b\' of type \'str\' '
          "could not be converted to Float; expected a mapping"),
         ("tuned", "{window: 101}", "options: window must be at most 100, a step has no more"),
+        ("tuned", "{share: .nan}", "options.share = NaN: expected a number"),
+        ("tuned", "{weights: {a: .nan}}", 'options.weights = {"a": NaN}: expected a mapping'),
+        ("tuned", "{window: -1}", "options: Tuned.Config failed: ZeroDivisionError: division "
+         "by zero"),
+        ("tuned", "{window: -2}", "options: Tuned.Config failed: SystemExit: 3"),
         ("demanding", "{}", "options.url: required, but not given; expected text"),
         ("frozen", "{depth: x}", 'options.depth = "x": expected an integer'),
     ],
@@ -235,6 +287,47 @@ def test_a_cycle_is_reported_with_its_whole_chain(problems, write):
     )
 
 
+def test_a_long_chain_is_reported(problems, write):
+    for i in range(1200):
+        write(f"f{i}.yaml", f"extends: f{i + 1}.yaml")
+    (said,) = problems(f"{HEAD}extends: f0.yaml")
+    assert said == "f99.yaml:1: extends: files extend each other in a chain of more than 100"
+
+
+def test_every_option_that_cannot_be_resolved_is_reported_and_no_other(problems, monkeypatch):
+    monkeypatch.delenv("UNSET_X", raising=False)
+    text = """
+    model: {path: m}
+    scheduler:
+      policy: demanding
+      options:
+        a: '${env:UNSET_X}'
+        b: [1, {c: '${nowhere}'}]
+    """
+    said = problems(text)
+    assert [line.partition(" = ")[0] for line in said] == [
+        "c.yaml:6: scheduler.options.a",
+        "c.yaml:7: scheduler.options.b[1].c",
+    ]
+
+
+def test_options_that_contain_each_other_are_reported(problems):
+    text = """
+    model: {path: m}
+    scheduler: {policy: plain, options: {a: {b: '${kv_cache.options}'}}}
+    kv_cache: {options: {c: '${scheduler.options}'}}
+    """
+    said = problems(text)
+    assert len(said) == 2
+    assert all(line.endswith("Recursive interpolation detected") for line in said)
+    assert max(map(len, said)) < 200
+
+
+def test_an_empty_default_is_no_warning(problems, recwarn):
+    problems("model: {path: '${env:UNSET_X,}'}")
+    assert not recwarn.list
+
+
 def test_everything_wrong_in_all_files_overrides_and_components_comes_at_once(problems, write):
     write("base.yaml", "runtime: {seed: abc}\nscheduler: {max_num_seqs: 0, policy: plain}")
     write("bad.yaml", "runtime: [")
@@ -281,9 +374,9 @@ class TestPlugins:
         caplog.set_level(logging.CRITICAL)
         site.install("pageloom-bad", {"bad": "import nothing_of_that_name"}, bad="bad")
 
-    def load(self, write, text):
+    def load(self, write, text, overrides=()):
         with pytest.raises(ConfigError) as caught:
-            load_config(write("c.yaml", HEAD + text))
+            load_config(write("c.yaml", HEAD + text), overrides)
         return [str(problem) for problem in caught.value.problems]
 
     def test_an_unknown_name_in_a_list_is_reported_at_the_list(self, write):
@@ -306,7 +399,7 @@ class TestPlugins:
     def test_a_name_that_a_failed_or_excluded_plugin_may_own_says_so(self, write):
         (said,) = self.load(write, "kv_cache: {quantizer: q}\nplugins: {deny: [pageloom]}")
         assert "plugin 'bad' (pageloom-bad 1.0) failed to load: ModuleNotFoundError" in said
-        assert "not loaded because of an allow or deny list: attention (pageloom)" in said
+        assert "excluded by plugins.deny: attention (pageloom)" in said
 
     def test_a_failed_plugin_that_nobody_needs_does_not_stop_start_up(self, write):
         assert load_config(write("c.yaml", HEAD)).scheduler.policy == "plain"
@@ -325,3 +418,32 @@ class TestPlugins:
         said = self.load(write, "runtime: {seed: -1}")
         assert len(said) == 2
         assert "'plain' is registered by both pageloom-cfgkit" in said[1]
+        assert said[1].endswith("expected it to be excluded with plugins.deny: [clash]")
+        config = load_config(write("c.yaml", HEAD + "plugins: {deny: [clash]}"))
+        assert config.scheduler.policy == "plain"
+
+    def test_what_an_allow_list_leaves_is_checked_though_a_name_in_it_is_unknown(self, write):
+        said = self.load(write, "plugins: {allow: [cfgkit, yy]}", ["scheduler.options.x=1"])
+        assert said[0].startswith("c.yaml:3: plugins.allow: 'yy' is not installed")
+        assert said[1:] == [
+            "--set scheduler.options.x=1: scheduler.options.x = 1: unknown key; "
+            "expected nothing, for there are no options"
+        ]
+        (said,) = self.load(write, "plugins: {allow: [pageloomm]}")
+        assert "did you mean 'pageloom'?" in said  # which might register `plain`
+
+    def test_where_no_scheduler_is_loaded_the_excluding_list_is_told(self, write):
+        (said,) = self.load(write, "plugins: {allow: []}")
+        assert 'scheduler.policy = "plain": no scheduler is loaded; excluded by plugins.all' in said
+        assert "cfgkit (pageloom-cfgkit)" in said
+        assert "expected" not in said
+
+    def test_all_unknown_names_are_reported_each_at_its_list(self, write, monkeypatch):
+        monkeypatch.setenv("PAGELOOM_PLUGINS", "nope")
+        said = self.load(write, "plugins:\n  allow: [yy]\n  deny: [zz]")
+        starts = [line.partition(" is not installed")[0] for line in said]
+        assert starts == [
+            "c.yaml:4: plugins.allow: 'yy'",
+            "c.yaml:5: plugins.deny: 'zz'",
+            "environment: PAGELOOM_PLUGINS: 'nope'",
+        ]

@@ -37,6 +37,7 @@ def test_a_file_of_a_package_is_found_without_importing_the_package(weights):
         ("sys/model.gguf", "sys has no file 'model.gguf'; there are none"),
         ("weights", "is not of the form MODULE/FILE"),
         ("weights/", "is not of the form MODULE/FILE"),
+        ("weights//etc/passwd", "is not of the form MODULE/FILE"),
         ("/etc/passwd", "is not of the form MODULE/FILE"),
         ("weights.deep/model.gguf", "is not of the form MODULE/FILE"),
         ("weights/../lifo.py", "is not of the form MODULE/FILE"),
@@ -46,3 +47,12 @@ def test_a_file_that_is_not_there_is_reported(weights, location, reason):
     with pytest.raises(ValueError, match=reason):
         package_file(location)
     assert "weights" not in sys.modules
+
+
+def test_of_many_files_only_the_nearest_few_are_told(weights):
+    for i in range(50):
+        (weights / f"part{i}.bin").write_text("")
+    with pytest.raises(
+        ValueError, match=r"did you mean 'deep/part7\.bin'\? there are .* and 46 more$"
+    ):
+        package_file("weights/deep/part7.bim")

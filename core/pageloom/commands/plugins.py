@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MAX_MODEL_LEN = 4096
 
+_COLUMNS = ("kind", "name", "package", "runs here", "reason")
+
 
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -44,12 +46,12 @@ def reason_against(entry: ComponentEntry, plugins: Plugins) -> str | None:
     try:
         component = plugins.get(entry.kind, entry.name)
     except PluginError as error:
-        return one_line(error.__cause__) if error.__cause__ else str(error)
+        return error.reason
     if entry.kind != "attention_backend":
         return None
     try:
         return _check(component)
-    except Exception as error:  # a plugin's bug must not hide the other components
+    except (Exception, SystemExit) as error:  # a plugin's bug must not hide the other components
         return f"its check raised {one_line(error)}"
 
 
@@ -85,14 +87,16 @@ def _print_tables(plugins: Plugins, reasons: list[str | None]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("kind", Column("name", no_wrap=True), "package", "runs here", "reason")
+    table = Table(*(Column(name, overflow="fold") for name in _COLUMNS))
     for entry, reason in zip(plugins.components, reasons, strict=True):
         runs = Text("yes", "green") if reason is None else Text("no", "red")
         package = f"{entry.package} {entry.version}"
         table.add_row(entry.kind, entry.name, package, runs, Text(reason or ""))
     Console().print(table)
     if plugins.failures:
-        failed = Table("plugin", "package", "reason", title="Not loaded", title_justify="left")
+        failed = Table(title="Not loaded", title_justify="left")
+        for name in ("plugin", "package", "reason"):
+            failed.add_column(name, overflow="fold")
         for failure in plugins.failures:
             info = failure.plugin
             failed.add_row(info.name, f"{info.package} {info.version}", Text(failure.reason))

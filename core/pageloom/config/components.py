@@ -11,37 +11,45 @@ from pageloom.config.options import build_options, option_names
 from pageloom.config.schema import PICKERS, Picker
 from pageloom.config.typed import Place
 from pageloom.errors import nearest
-from pageloom.plugins import PluginError, Plugins
+from pageloom.plugins import PluginError, Plugins, label
 
 
 def check_components(
-    values: Mapping[str, Any], plugins: Plugins, place: Place
+    values: Mapping[str, Any], plugins: Plugins, place: Place, complete: bool = True
 ) -> Iterator[Problem]:
     """Problems with the named components. ``values`` are the resolved leaves by full key; those
-    that are wrong in themselves are left out, and what depends on them is not checked."""
+    that are wrong in themselves are left out, and what depends on them is not checked. Unless
+    ``complete``, more plugins were meant to be loaded, and may register a name that is unknown."""
     yield from _check_allowed(values, plugins, place)
     for picker in PICKERS:
-        name, options = values.get(picker.key, ABSENT), values.get(f"{picker.section}.options", {})
+        name, options = (
+            values.get(f"{picker.section}.{f}", ABSENT) for f in (picker.field, "options")
+        )
         if name is ABSENT:
             continue
         if name == picker.unpicked:
             yield from _check_unpicked(picker, options, place)
         elif name in plugins.names(picker.kind):
             yield from _check_options(picker, name, options, plugins, place)
-        else:
+        elif complete:
             yield _unknown(picker, name, plugins, place)
 
 
 def _check_allowed(values: Mapping[str, Any], plugins: Plugins, place: Place) -> Iterator[Problem]:
-    """A plugin that the configuration allows by name is one that it needs."""
-    for name in values.get("plugins.allow") or ():
-        for failure in plugins.failures:
+    """A plugin that breaks the contract stops start-up; so does one that fails though the
+    configuration allows it by name, and so needs it."""
+    for failure in plugins.failures:
+        if failure.fatal:
+            expected = f"it to be excluded with plugins.deny: [{failure.plugin.name}]"
+            yield Problem("plugins", place("plugins"), str(failure), expected=expected)
+            continue
+        for name in values.get("plugins.allow") or ():
             if failure.plugin.answers_to(name):
                 yield Problem("plugins.allow", place("plugins.allow"), str(failure), name)
 
 
 def _check_unpicked(picker: Picker, options: Any, place: Place) -> Iterator[Problem]:
-    if options:
+    if options is not ABSENT and options:
         key = f"{picker.section}.options"
         expected = f"{picker.key} to name the component that they belong to"
         yield Problem(key, place(key), "options of no component", options, expected)
@@ -54,6 +62,8 @@ def _check_options(
         component = plugins.get(picker.kind, name)
     except PluginError as error:
         yield Problem(picker.key, place(picker.key), str(error), name)
+        return
+    if options is ABSENT:
         return
     try:
         build_options(component, options)
@@ -83,6 +93,8 @@ def _owners(picker: Picker, option: str, plugins: Plugins) -> list[str]:
 def _unknown(picker: Picker, name: str, plugins: Plugins, place: Place) -> Problem:
     names = plugins.names(picker.kind)
     known = [picker.unpicked, *names] if picker.unpicked else names
-    expected = f"one of {', '.join(known)}" if known else "null, since none is installed"
-    reason = "; ".join(filter(None, ("no plugin registers this name", plugins.unloaded())))
+    null = "null" if picker.optional else ""
+    expected = f"one of {', '.join(known)}" if known else null
+    reason = "no plugin registers this name" if names else f"no {label(picker.kind)} is loaded"
+    reason = "; ".join(filter(None, (reason, plugins.unloaded())))
     return Problem(picker.key, place(picker.key), reason, name, expected, nearest(name, known))

@@ -12,9 +12,12 @@ from typing import Any
 from pageloom.config.errors import Problem
 from pageloom.config.reader import Document, read_yaml
 from pageloom.config.schema import PICKERS
-from pageloom.errors import nearest
+from pageloom.errors import nearest, shorten
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_][\w-]*)*")
+
+
+_LONGEST_CHAIN = 100  # of files that extend each other
 
 
 @dataclass
@@ -53,7 +56,15 @@ class Composer:
         self.layers += sorted(layers, key=lambda layer: not layer.picks())
 
     def _add_file(self, path: Path, key: str, where: str, chain: tuple[Path, ...]) -> None:
-        resolved = path.resolve()
+        try:
+            resolved = path.resolve()
+        except (ValueError, RuntimeError) as error:  # a null character, or a circle of links
+            self._broken(Problem(key, where, f"not a path: {shorten(str(error))}"))
+            return
+        if len(chain) > _LONGEST_CHAIN:
+            reason = f"files extend each other in a chain of more than {_LONGEST_CHAIN}"
+            self._broken(Problem(key, where, reason))
+            return
         if resolved in chain:
             cycle = " -> ".join(_display(p) for p in (*chain[chain.index(resolved) :], resolved))
             self.problems.append(
@@ -98,11 +109,14 @@ class Composer:
         self.problems.append(Problem("", shown, reason, expected=expected))
 
     def _override(self, text: str) -> Layer | None:
-        where = f"--set {text}"
+        where = f"--set {shorten(text)}"
         key, equals, value = text.partition("=")
         if not equals or not _KEY.fullmatch(key):
             expected = "KEY=VALUE, such as scheduler.max_num_seqs=64"
             self.problems.append(Problem("", where, expected=expected))
+            return None
+        if key == "extends":
+            self.problems.append(Problem(key, where, "it belongs in a file"))
             return None
         document = read_yaml(value, lambda line: where, key)
         self.problems += document.problems

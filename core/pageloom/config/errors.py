@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, shorten
 
 ABSENT: Any = object()
 """Stands for "there is no value", where None is a value."""
@@ -51,5 +51,7 @@ class ConfigError(PageloomError):
 
 def show(value: Any) -> str:
     """A value as YAML users write it, cut to one short line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    try:
+        return shorten(json.dumps(value, default=str, ensure_ascii=False))
+    except ValueError:  # Python refuses to print an integer of thousands of digits
+        return f"(a {type(value).__name__} that is too long to show)"

@@ -15,8 +15,8 @@ from pageloom.config.errors import ABSENT, ConfigError, Problem
 from pageloom.config.resolvers import register_resolvers
 from pageloom.config.schema import PICKERS, Config
 from pageloom.config.typed import Place, assign, evaluate, structure
-from pageloom.discovery import VARIABLE
-from pageloom.plugins import PluginError, Plugins, UnknownPluginError
+from pageloom.discovery import VARIABLE, installed
+from pageloom.plugins import Plugins, UnknownPluginError
 
 
 def load_config(
@@ -126,8 +126,13 @@ def _check_plugins(
         if plugins is None:
             plugins = Plugins.load(values["plugins.allow"], values["plugins.deny"])
     except UnknownPluginError as error:
-        where = "environment" if error.key == VARIABLE else place(error.key)
-        return None, [Problem(error.key, where, error.reason)]
-    except PluginError as error:
-        return None, [Problem("plugins", place("plugins"), str(error))]
+        problems = [
+            Problem(key, "environment" if key == VARIABLE else place(key), reason)
+            for key, reason in error.reasons.items()
+        ]
+        if list(error.reasons) != ["plugins.allow"]:
+            return None, problems  # a plugin that was to be denied must not be imported
+        known = [n for n in values["plugins.allow"] if any(i.answers_to(n) for i in installed())]
+        plugins = Plugins.load(known, values["plugins.deny"])
+        return plugins, problems + list(check_components(values, plugins, place, complete=False))
     return plugins, list(check_components(values, plugins, place))

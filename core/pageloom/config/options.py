@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pageloom.config.errors import ConfigError, Problem
 from pageloom.config.resolvers import escape
@@ -26,7 +25,7 @@ def build_options(component: type[Component], options: Mapping[str, Any]) -> Any
     """
     try:
         tree = structure(component.Config)
-    except (OmegaConfBaseException, NameError, TypeError) as error:
+    except (Exception, SystemExit) as error:
         reason = f"{component.__qualname__}.Config cannot be filled from YAML: {one_line(error)}"
         raise ConfigError([Problem("", _WHERE, reason)]) from error
     problems = list(assign(tree, escape(dict(options)), lambda key: _WHERE))
@@ -40,6 +39,9 @@ def build_options(component: type[Component], options: Mapping[str, Any]) -> Any
         return OmegaConf.to_object(tree)
     except ValueError as error:  # from __post_init__: said to the user as it is
         raise ConfigError([Problem("", _WHERE, str(error))]) from error
+    except (Exception, SystemExit) as error:
+        reason = f"{component.__qualname__}.Config failed: {one_line(error)}"
+        raise ConfigError([Problem("", _WHERE, reason)]) from error
 
 
 def option_names(component: type[Component]) -> list[str]:

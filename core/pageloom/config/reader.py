@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,14 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from pageloom.config.errors import ABSENT, Problem
+from pageloom.errors import shorten
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
 _AS_TEXT = {_TAG + name for name in ("timestamp", "value")}  # 2026-01-01 and =
+_UNQUOTED = re.compile(r"[\s,:\[{]\$\{")
+_DEEPEST = 32
+_TOO_DEEP = f"nested more than {_DEEPEST} deep"
 _CONTAINERS = {_TAG + "map", _TAG + "seq"}
 
 
@@ -33,14 +38,21 @@ def read_yaml(text: str, place: Callable[[int], str], prefix: str = "") -> Docum
     the text is no YAML at all, ``values`` is None and ``problems`` says why.
     """
     document = Document()
+    loader = None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
+    except RecursionError:
+        line = loader.line + 1 if loader else 1
+        document.problems.append(Problem(prefix, place(line), _TOO_DEEP))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = place(mark.line + 1 if mark else 1)
         said = ", ".join(filter(None, (error.context, error.problem)))
-        document.problems.append(Problem(prefix, where, f"not valid YAML: {said}"))
+        lines = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        expected = 'each "${...}" in quotes' if any(map(_UNQUOTED.search, lines)) else ""
+        reason = f"not valid YAML: {said}"
+        document.problems.append(Problem(prefix, where, reason, expected=expected))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reason = f"not valid YAML: the character {chr(error.character)!r} is not allowed"
@@ -69,6 +81,8 @@ class _Walk:
     def value(self, node: Node, key: str) -> Any:
         if any(node is ancestor for ancestor in self._open):
             return self._problem(node, key, "an alias that contains itself")
+        if len(self._open) > _DEEPEST:
+            return self._problem(node, key, _TOO_DEEP)
         if isinstance(node, ScalarNode):
             return self._scalar(node, key)
         if node.tag not in _CONTAINERS:
@@ -88,10 +102,14 @@ class _Walk:
         if node.tag not in _SCALARS:
             return self._problem(node, key, f"the YAML tag {node.tag} is not allowed")
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (ValueError, KeyError, yaml.YAMLError):
             kind = node.tag.removeprefix(_TAG)
-            return self._problem(node, key, f"{node.value!r} is no YAML {kind}")
+            return self._problem(node, key, f"{shorten(node.value)!r} is no YAML {kind}")
+        if isinstance(value, int) and value.bit_length() > 63:
+            reason = f"{shorten(node.value)!r} is no integer of 64 bits"
+            return self._problem(node, key, reason)
+        return value
 
     def _mapping(self, node: MappingNode, key: str) -> dict[str, Any]:
         seen: dict[str, int] = {}

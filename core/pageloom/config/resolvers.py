@@ -10,32 +10,36 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pageloom.errors import suggest
+from pageloom.errors import shorten, suggest
 
 
-def environment(name: str, *default: Any) -> Any:
+def environment(name: Any = "", *default: Any) -> Any:
     """The environment variable ``name``, or the default.
 
     Raises `ValueError` when the variable is not set and there is no default.
     """
+    name = str(name)
+    if not name or len(default) > 1:
+        raise ValueError("not of the form ${env:NAME} or ${env:NAME,DEFAULT}")
     if name in os.environ:
         return os.environ[name]
-    if len(default) != 1:
+    if not default:
         raise ValueError(
             f"the environment variable {name} is not set; set it, or write ${{env:{name},DEFAULT}}"
         )
     return default[0]
 
 
-def package_file(location: str) -> str:
+def package_file(location: Any = "", *more: Any) -> str:
     """The path of a file inside an installed Python package, which is not imported.
 
     ``location`` is ``MODULE/PATH/OF/FILE``. Raises `ValueError` when there is no such package or
     no such file in it.
     """
+    location = ",".join(map(str, (location, *more)))  # a comma separates arguments
     module, _, inside = location.partition("/")
-    if not module.isidentifier() or not inside or ".." in Path(inside).parts:
-        raise ValueError(f"{location!r} is not of the form MODULE/FILE")
+    if not module.isidentifier() or not inside or not _below(Path(inside)):
+        raise ValueError(f"{shorten(location)!r} is not of the form MODULE/FILE")
     spec = importlib.util.find_spec(module)
     if spec is None:
         package = module.replace("_", "-")
@@ -53,8 +57,13 @@ def package_file(location: str) -> str:
         if file.is_file() and file.suffix not in (".py", ".pyc")
     ]
     raise ValueError(
-        f"the Python package {module} has no file {inside!r}; {suggest(inside, files)}"
+        f"the Python package {module} has no file {shorten(inside)!r}; {suggest(inside, files)}"
     )
+
+
+def _below(path: Path) -> bool:
+    """Whether the path cannot lead out of the folder that it is joined to."""
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def register_resolvers() -> None:

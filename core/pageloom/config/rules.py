@@ -6,7 +6,10 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
+
+from pageloom.errors import shorten
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|([KMGT])(i?)B)?", re.IGNORECASE)
 
@@ -55,11 +58,11 @@ def parse_size(size: int | str) -> int:
     """
     match = _SIZE.fullmatch(str(size).strip())
     if match is None:
-        raise ValueError(f"{size!r} is not a size such as 4GiB or 512MiB")
+        raise ValueError(f"{shorten(str(size))!r} is not a size such as 4GiB or 512MiB")
     power = "KMGT".index(match[3].upper()) + 1 if match[3] else 0
-    number = int(float(match[1]) * (1024 if match[4] else 1000) ** power)
-    if number < 1:
-        raise ValueError(f"{size!r} is less than one byte")
+    number = int(Fraction(match[1]) * (1024 if match[4] else 1000) ** power)
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{shorten(str(size))!r} is less than one byte, or more than any cache")
     return number
 
 

@@ -138,6 +138,7 @@ class Picker:
     field: str
     kind: str  # of `pageloom.plugins.KINDS`
     unpicked: str | None  # the value with which no component is named yet
+    optional: bool = False  # whether it may stay without a component
 
     @property
     def key(self) -> str:
@@ -148,5 +149,5 @@ PICKERS = (
     Picker("model", "loader", "weight_loader", unpicked="auto"),
     Picker("scheduler", "policy", "scheduler", unpicked=None),
     Picker("attention", "backend", "attention_backend", unpicked="auto"),
-    Picker("kv_cache", "quantizer", "kv_quantizer", unpicked=None),
+    Picker("kv_cache", "quantizer", "kv_quantizer", unpicked=None, optional=True),
 )
