@@ -124,6 +124,8 @@ def main() -> None:
         seconds = {type(side).__name__: timed(side, work) for side in sides}
         speeds = {name: work.output_tokens / spent for name, spent in seconds.items()}
         rounds.append(speeds | {"ratio": speeds["PageloomSide"] / speeds["TransformersSide"]})
+        if options.json:  # after each round: all of them take minutes
+            options.json.write_text(json.dumps({"argv": sys.argv[1:], "rounds": rounds}, indent=1))
         print(
             f"round {number + 1}: Pageloom {speeds['PageloomSide']:.1f}, transformers "
             f"{speeds['TransformersSide']:.1f} output tokens/s, ratio {rounds[-1]['ratio']:.2f}",
@@ -134,8 +136,6 @@ def main() -> None:
         f"ratio: median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to "
         f"{max(ratios):.2f} over {len(ratios)} rounds; {torch.get_num_threads()} threads"
     )
-    if options.json:
-        options.json.write_text(json.dumps({"argv": sys.argv[1:], "rounds": rounds}, indent=1))
 
 
 if __name__ == "__main__":
