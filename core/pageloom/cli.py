@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from pageloom.commands.bench import bench
 from pageloom.commands.chat import chat
 from pageloom.commands.config import config
 from pageloom.commands.generate import generate
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(plugins)
 app.command()(config)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()
