@@ -31,6 +31,11 @@ class Site:
         (info / "entry_points.txt").write_text("\n".join(["[pageloom]", *lines]))
 
 
+def source(body: str = "", version: str = "1.0") -> str:
+    """A plugin's module, for this contract version."""
+    return f"from pageloom.contract import hookimpl\ncontract_version = {version!r}\n{body}"
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """An empty `Site`; what was imported from it is forgotten afterwards."""

@@ -6,8 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from pageloom.contract import LayerSpec, WeightLoader
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of `transformers` in which every parameter makes a difference."""
+    torch.manual_seed(1)
+    # Eager attention is the one that knows softcaps and sinks.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # all zeros otherwise
+            torch.nn.init.uniform_(parameter, -0.3, 0.3)
+        elif "norm" in name or "ln_" in name:  # all ones otherwise
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
 
 
 class InMemoryLoader(WeightLoader):

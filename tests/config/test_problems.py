@@ -1,11 +1,8 @@
-"""Every kind of bad input, each reported with its key, place, value, and what would work."""
-
-import logging
+"""Every kind of wrong key, value and override, each reported with its place and what would work."""
 
 import pytest
 
 from pageloom.config import ConfigError, load_config
-from pageloom.plugins import Plugins
 
 INTERPOLATIONS = "${env:NAME}, ${env:NAME,DEFAULT}, ${pkg:MODULE/FILE} or ${section.key}"
 HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
@@ -255,45 +252,6 @@ def test_a_whole_prompt_must_fit_a_step_without_chunked_prefill(problems):
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "reported"),
-    [
-        ("", "c.yaml: the file is empty; expected sections such as 'model:'"),
-        ("# nothing\n", "c.yaml: the file is empty; expected sections such as 'model:'"),
-        ("- a\n- b", "c.yaml: the file is not a mapping; expected sections such as 'model:'"),
-        ("just text", "c.yaml: the file is not a mapping; expected sections such as 'model:'"),
-        (b"model:\n  path: \xff", "c.yaml: c.yaml is not UTF-8 text (line 2)"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_one_report(problems, content, reported):
-    (said,) = problems(content)
-    assert said.startswith(reported)
-
-
-def test_a_file_that_is_not_there_is_reported_with_the_nearest(write, plugins):
-    path = write("smollm2.yaml", HEAD)
-    with pytest.raises(ConfigError, match=r"no file smolm2\.yaml; did you mean smollm2\.yaml\?"):
-        load_config(path.with_name("smolm2.yaml"), (), plugins)
-    with pytest.raises(ConfigError, match="is a directory"):
-        load_config(path.parent, (), plugins)
-
-
-def test_a_cycle_is_reported_with_its_whole_chain(problems, write):
-    write("b.yaml", "extends: d.yaml")
-    write("d.yaml", "runtime: {seed: 1}\nextends: b.yaml")
-    (said,) = problems(f"{HEAD}extends: b.yaml")
-    assert said == (
-        "d.yaml:2: extends: files extend each other in a cycle: b.yaml -> d.yaml -> b.yaml"
-    )
-
-
-def test_a_long_chain_is_reported(problems, write):
-    for i in range(1200):
-        write(f"f{i}.yaml", f"extends: f{i + 1}.yaml")
-    (said,) = problems(f"{HEAD}extends: f0.yaml")
-    assert said == "f99.yaml:1: extends: files extend each other in a chain of more than 100"
-
-
 def test_every_option_that_cannot_be_resolved_is_reported_and_no_other(problems, monkeypatch):
     monkeypatch.delenv("UNSET_X", raising=False)
     text = """
@@ -364,86 +322,3 @@ def test_the_message_of_several_problems_counts_and_lists_them(write, plugins):
     first, *rest = str(caught.value).splitlines()
     assert first == "2 problems in the configuration:"
     assert rest == [f"  {problem}" for problem in caught.value.problems]
-
-
-class TestPlugins:
-    """What the configuration needs of its plugins, loaded by its own lists."""
-
-    @pytest.fixture(autouse=True)
-    def _installed(self, plugins, site, caplog):
-        caplog.set_level(logging.CRITICAL)
-        site.install("pageloom-bad", {"bad": "import nothing_of_that_name"}, bad="bad")
-
-    def load(self, write, text, overrides=()):
-        with pytest.raises(ConfigError) as caught:
-            load_config(write("c.yaml", HEAD + text), overrides)
-        return [str(problem) for problem in caught.value.problems]
-
-    def test_an_unknown_name_in_a_list_is_reported_at_the_list(self, write):
-        (said,) = self.load(write, "plugins:\n  allow: [cfgkit]\n  deny: [cfgkitt]")
-        start = (
-            "c.yaml:5: plugins.deny: 'cfgkitt' is not installed, did you mean 'cfgkit'? there are"
-        )
-        assert said.startswith(start)
-
-    def test_an_unknown_name_in_the_environment_is_reported_there(self, write, monkeypatch):
-        monkeypatch.setenv("PAGELOOM_PLUGINS", "cfgkit,nope")
-        (said,) = self.load(write, "")
-        assert said.startswith("environment: PAGELOOM_PLUGINS: 'nope' is not installed")
-
-    def test_an_allowed_plugin_that_failed_stops_start_up(self, write):
-        (said,) = self.load(write, "plugins: {allow: [cfgkit, bad]}")
-        assert said.startswith("c.yaml:3: plugins.allow = \"bad\": plugin 'bad' (pageloom-bad 1.0)")
-        assert "No module named 'nothing_of_that_name'" in said
-
-    def test_a_name_that_a_failed_or_excluded_plugin_may_own_says_so(self, write):
-        (said,) = self.load(write, "kv_cache: {quantizer: q}\nplugins: {deny: [pageloom]}")
-        assert "plugin 'bad' (pageloom-bad 1.0) failed to load: ModuleNotFoundError" in said
-        assert "excluded by plugins.deny: attention (pageloom)" in said
-
-    def test_a_failed_plugin_that_nobody_needs_does_not_stop_start_up(self, write):
-        assert load_config(write("c.yaml", HEAD)).scheduler.policy == "plain"
-
-    def test_a_wrong_list_keeps_plugins_from_being_imported_at_all(self, write, monkeypatch):
-        monkeypatch.setattr(Plugins, "load", lambda *_: pytest.fail("loaded"))
-        (said,) = self.load(write, "plugins: {allow: cfgkit}")
-        assert said.startswith('c.yaml:3: plugins.allow = "cfgkit": expected a list')
-
-    def test_a_clash_is_reported_with_the_rest(self, write, site):
-        module = (
-            "from pageloom.contract import hookimpl\ncontract_version = '1.0'\n"
-            "@hookimpl\ndef register_schedulers(register): register('plain', 'x:X')"
-        )
-        site.install("pageloom-clash", {"clash": module}, clash="clash")
-        said = self.load(write, "runtime: {seed: -1}")
-        assert len(said) == 2
-        assert "'plain' is registered by both pageloom-cfgkit" in said[1]
-        assert said[1].endswith("expected it to be excluded with plugins.deny: [clash]")
-        config = load_config(write("c.yaml", HEAD + "plugins: {deny: [clash]}"))
-        assert config.scheduler.policy == "plain"
-
-    def test_what_an_allow_list_leaves_is_checked_though_a_name_in_it_is_unknown(self, write):
-        said = self.load(write, "plugins: {allow: [cfgkit, yy]}", ["scheduler.options.x=1"])
-        assert said[0].startswith("c.yaml:3: plugins.allow: 'yy' is not installed")
-        assert said[1:] == [
-            "--set scheduler.options.x=1: scheduler.options.x = 1: unknown key; "
-            "expected nothing, for there are no options"
-        ]
-        (said,) = self.load(write, "plugins: {allow: [pageloomm]}")
-        assert "did you mean 'pageloom'?" in said  # which might register `plain`
-
-    def test_where_no_scheduler_is_loaded_the_excluding_list_is_told(self, write):
-        (said,) = self.load(write, "plugins: {allow: []}")
-        assert 'scheduler.policy = "plain": no scheduler is loaded; excluded by plugins.all' in said
-        assert "cfgkit (pageloom-cfgkit)" in said
-        assert "expected" not in said
-
-    def test_all_unknown_names_are_reported_each_at_its_list(self, write, monkeypatch):
-        monkeypatch.setenv("PAGELOOM_PLUGINS", "nope")
-        said = self.load(write, "plugins:\n  allow: [yy]\n  deny: [zz]")
-        starts = [line.partition(" is not installed")[0] for line in said]
-        assert starts == [
-            "c.yaml:4: plugins.allow: 'yy'",
-            "c.yaml:5: plugins.deny: 'zz'",
-            "environment: PAGELOOM_PLUGINS: 'nope'",
-        ]

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from pageloom import Engine
 from pageloom.contract import hookimpl
 from pageloom.engine.outputs import RequestOutput
+from reference import random_model
 
 VOCAB, MAX_LEN, MAX_TOKENS = 96, 64, 16
 TOLERANCE = 1e-4  # of a log-probability in float32; differences found are up to 2e-5
@@ -121,18 +122,6 @@ class SavedModel:
         return [self.reference.greedy(prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
-def random_model(name: str) -> hf.PreTrainedModel:
-    torch.manual_seed(1)
-    # Eager attention is the one that knows softcaps and sinks.
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
-    for key, parameter in model.named_parameters():
-        if key.endswith("bias"):  # all zeros otherwise
-            torch.nn.init.uniform_(parameter, -0.3, 0.3)
-        elif "norm" in key or "ln_" in key:  # all ones otherwise
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
 def save(model: hf.PreTrainedModel, folder: Path, **options: str) -> SavedModel:
     model.save_pretrained(folder, **options)
     return SavedModel(folder, Reference(model))
@@ -140,7 +129,7 @@ def save(model: hf.PreTrainedModel, folder: Path, **options: str) -> SavedModel:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def saved(request, tmp_path_factory) -> SavedModel:
-    return save(random_model(request.param), tmp_path_factory.mktemp("model"))
+    return save(random_model(CONFIGS[request.param]()), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=SCARCE)
@@ -173,7 +162,7 @@ def test_chunks_decodes_and_preemptions_did_mix(backend, tmp_path):
         def step_finished(self, record):
             self.records.append(record)
 
-    steps, engine = Steps(), save(random_model("llama"), tmp_path).engine(backend)
+    steps, engine = Steps(), save(random_model(CONFIGS["llama"]()), tmp_path).engine(backend)
     engine.plugins.register_observer(steps)
     engine.generate(PROMPTS, greedy_params(MAX_TOKENS))
     assert any(step.prefill_tokens > 1 and step.decode_tokens for step in steps.records)
@@ -186,7 +175,7 @@ def test_chunks_decodes_and_preemptions_did_mix(backend, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_shards_are_read_as_one_model(name, tmp_path):
-    sharded = save(random_model(name), tmp_path, max_shard_size="40KB")
+    sharded = save(random_model(CONFIGS[name]()), tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     outputs = sharded.engine("torch_paged").generate(PROMPTS, greedy_params(MAX_TOKENS))
     assert [output.outputs[0].token_ids for output in outputs] == sharded.greedy
@@ -216,7 +205,7 @@ def word_tokenizer() -> hf.PreTrainedTokenizerFast:
 
 
 def test_the_tokenizer_in_the_folder_reads_and_writes_text(tmp_path):
-    saved, tokenizer = save(random_model("llama"), tmp_path), word_tokenizer()
+    saved, tokenizer = save(random_model(CONFIGS["llama"]()), tmp_path), word_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     texts = ["w3 w1 w4", "w59"]
     outputs = saved.engine("torch_paged").generate(texts, greedy_params(9))

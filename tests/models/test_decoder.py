@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pageloom.models.build import build_model
 from pageloom.models.decoder import Decoder
 from pageloom.models.model import UnsupportedModelError
-from reference import DenseAttention, InMemoryLoader
+from reference import DenseAttention, InMemoryLoader, random_model
 
 MAX_LEN = 48
 BASE = {
@@ -64,15 +64,6 @@ CONFIGS = {
 }
 
 
-def reference_model(config, seed=0):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):  # otherwise all ones and all zeros
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
 def pageloom_model(reference, dtype=torch.float32, max_model_len=MAX_LEN, state=None):
     return build_model(
         InMemoryLoader(reference.config, state or reference.state_dict()),
@@ -104,7 +95,7 @@ def expected_logits(reference, tokens):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_transformers_at_every_position(name):
-    reference = reference_model(CONFIGS[name])
+    reference = random_model(CONFIGS[name])
     model = pageloom_model(reference)
     assert isinstance(model, Decoder)
     # longrope has its long factors for an engine of this length, so only a long sequence agrees.
@@ -121,7 +112,7 @@ def test_logits_equal_those_of_transformers_at_every_position(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral window", "qwen3"])
 def test_chunked_prefill_and_decode_give_the_logits_of_one_prefill(name):
-    reference = reference_model(CONFIGS[name])
+    reference = random_model(CONFIGS[name])
     model = pageloom_model(reference)
     attend = DenseAttention(model.layers)
     first, second = prompts((20, 17))
@@ -142,7 +133,7 @@ def test_chunked_prefill_and_decode_give_the_logits_of_one_prefill(name):
 
 @pytest.mark.parametrize("name", ["llama tied", "qwen2", "qwen3", "llama yarn"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
-    reference = reference_model(CONFIGS[name])
+    reference = random_model(CONFIGS[name])
     model = pageloom_model(reference, torch.bfloat16)
     (tokens,) = prompts((40,))
     exact = expected_logits(reference, tokens)
@@ -152,7 +143,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(name):
 
 
 def test_dynamic_rope_is_stretched_for_max_model_len_whatever_the_sequence():
-    reference = reference_model(LlamaConfig(**BASE, **rope("dynamic", factor=4.0)))
+    reference = random_model(LlamaConfig(**BASE, **rope("dynamic", factor=4.0)))
     model = pageloom_model(reference, max_model_len=160)
     long, short = prompts((160, 11))
     expected = expected_logits(reference, long)  # stretched to the same 160
@@ -164,7 +155,7 @@ def test_dynamic_rope_is_stretched_for_max_model_len_whatever_the_sequence():
 
 
 def test_windows_become_layer_specs():
-    model = pageloom_model(reference_model(CONFIGS["qwen2 window"]))
+    model = pageloom_model(random_model(CONFIGS["qwen2 window"]))
     assert [spec.window for spec in model.layers] == [None, 5, 5]
     assert {(s.num_heads, s.num_kv_heads, s.head_size, s.scale) for s in model.layers} == {
         (4, 2, 16, 0.25)
@@ -183,7 +174,7 @@ def test_linear_layers_that_the_loader_supplies_are_used():
             self.supplied = [*getattr(self, "supplied", []), tuple(names)]
             return layer
 
-    reference = reference_model(CONFIGS["llama"])
+    reference = random_model(CONFIGS["llama"])
     loader = Supplies(reference.config, dict(reference.state_dict()))
     device = torch.device("cpu")
     model = build_model(
@@ -196,7 +187,7 @@ def test_linear_layers_that_the_loader_supplies_are_used():
 
 
 def test_a_checkpoint_of_the_base_model_or_an_old_one_loads():
-    reference = reference_model(CONFIGS["llama tied"])
+    reference = random_model(CONFIGS["llama tied"])
     state = {name.removeprefix("model."): t for name, t in reference.state_dict().items()}
     state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     model = pageloom_model(reference, state=state)
@@ -206,7 +197,7 @@ def test_a_checkpoint_of_the_base_model_or_an_old_one_loads():
 
 
 def test_tensors_that_do_not_fit_are_all_named():
-    reference = reference_model(CONFIGS["llama"])
+    reference = random_model(CONFIGS["llama"])
     state = dict(reference.state_dict())
     del state["model.layers.1.self_attn.k_proj.weight"]
     state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
@@ -231,7 +222,7 @@ def test_tensors_that_do_not_fit_are_all_named():
     ],
 )
 def test_switches_that_the_type_does_not_have_are_ignored(make_config):
-    reference = reference_model(make_config())
+    reference = random_model(make_config())
     model = pageloom_model(reference)
     assert isinstance(model, Decoder)
     (tokens,) = prompts((20,))
@@ -244,17 +235,17 @@ NOT_WEIGHTS = [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.f
 
 @pytest.mark.parametrize("dtype", NOT_WEIGHTS)
 def test_tensors_that_are_no_plain_floating_point_are_refused_by_name(dtype):
-    state = dict(reference_model(CONFIGS["llama"]).state_dict())
+    state = dict(random_model(CONFIGS["llama"]).state_dict())
     name = "model.layers.1.mlp.down_proj.weight"
     state[name] = state[name].to(dtype)
     with pytest.raises(UnsupportedModelError) as caught:
-        pageloom_model(reference_model(CONFIGS["llama"]), state=state)
+        pageloom_model(random_model(CONFIGS["llama"]), state=state)
     assert f"does not unpack: {name} is {str(dtype).removeprefix('torch.')}." in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_are_cast_to_the_dtype_that_is_run(dtype):
-    reference = reference_model(CONFIGS["llama"])
+    reference = random_model(CONFIGS["llama"])
     state = {name: tensor.to(dtype) for name, tensor in reference.state_dict().items()}
     model = pageloom_model(reference, state=state)
     reference.load_state_dict(state)

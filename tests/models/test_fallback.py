@@ -13,7 +13,6 @@ from test_decoder import (
     expected_logits,
     pageloom_model,
     prompts,
-    reference_model,
     rope,
     run,
 )
@@ -22,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from pageloom.models.build import build_model
 from pageloom.models.fallback import TransformersModel
 from pageloom.models.model import UnsupportedModelError
-from reference import DenseAttention, InMemoryLoader
+from reference import DenseAttention, InMemoryLoader, random_model
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -82,12 +81,12 @@ CONFIGS = {
 
 def gelu_llama():
     """A model whose classes the decoder would know, but whose configuration it does not."""
-    return reference_model(CONFIGS["llama with gelu"]())
+    return random_model(CONFIGS["llama with gelu"]())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_transformers_in_mixed_and_chunked_calls(name):
-    reference = reference_model(CONFIGS[name]())
+    reference = random_model(CONFIGS[name]())
     model = pageloom_model(reference)
     assert isinstance(model, TransformersModel)
     attend = DenseAttention(model.layers)
@@ -104,7 +103,7 @@ def test_logits_equal_those_of_transformers_in_mixed_and_chunked_calls(name):
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "olmo2"])
 def test_bfloat16_stays_close(name):
-    reference = reference_model(CONFIGS[name]())
+    reference = random_model(CONFIGS[name]())
     model = pageloom_model(reference, torch.bfloat16)
     (tokens,) = prompts((40,))
     exact = expected_logits(reference, tokens)
@@ -115,23 +114,23 @@ def test_bfloat16_stays_close(name):
 
 
 def test_layers_are_described_as_the_model_calls_attention():
-    gemma = pageloom_model(reference_model(CONFIGS["gemma2"]())).layers
+    gemma = pageloom_model(random_model(CONFIGS["gemma2"]())).layers
     assert [(s.window, s.softcap) for s in gemma] == [(7, 5.0), (None, 5.0), (7, 5.0)]
     assert gemma[0].scale == pytest.approx(20**-0.5)
     assert (gemma[0].num_heads, gemma[0].num_kv_heads, gemma[0].head_size) == (4, 2, 16)
-    oss = pageloom_model(reference_model(CONFIGS["gpt_oss"]())).layers
+    oss = pageloom_model(random_model(CONFIGS["gpt_oss"]())).layers
     assert [(s.window, s.sinks) for s in oss] == [(6, True), (None, True), (6, True)]
-    gpt2 = pageloom_model(reference_model(CONFIGS["gpt2"]())).layers
+    gpt2 = pageloom_model(random_model(CONFIGS["gpt2"]())).layers
     assert [s.scale for s in gpt2] == pytest.approx([1 / 4, 1 / 8, 1 / 12])
 
 
 def test_a_window_that_max_model_len_never_fills_is_none():
-    reference = reference_model(hf.Starcoder2Config(**BASE, **IDS, sliding_window=MAX_LEN))
+    reference = random_model(hf.Starcoder2Config(**BASE, **IDS, sliding_window=MAX_LEN))
     assert {spec.window for spec in pageloom_model(reference).layers} == {None}
 
 
 def test_q_k_and_v_reach_the_backend_as_whole_rows():
-    reference = reference_model(CONFIGS["gpt2"]())
+    reference = random_model(CONFIGS["gpt2"]())
     model = pageloom_model(reference)
 
     def attend(layer, q, k, v, out, sinks=None):
@@ -145,7 +144,7 @@ def test_q_k_and_v_reach_the_backend_as_whole_rows():
 
 
 def test_longrope_is_decided_by_max_model_len_not_by_the_batch():
-    reference = reference_model(CONFIGS["phi3 longrope"]())
+    reference = random_model(CONFIGS["phi3 longrope"]())
     model = pageloom_model(reference)
     short, long = prompts((9, 40))
     (alone,) = run(model, DenseAttention(model.layers), [(0, short, 0)])
@@ -155,7 +154,7 @@ def test_longrope_is_decided_by_max_model_len_not_by_the_batch():
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt2", "gemma2"])
 def test_checkpoints_as_they_are_on_disk_load(name, tmp_path):
-    reference = reference_model(CONFIGS[name]())
+    reference = random_model(CONFIGS[name]())
     reference.save_pretrained(tmp_path)  # experts apart, tied heads left out
     state = load_file(tmp_path / "model.safetensors")
     assert set(state) != set(reference.state_dict())
@@ -166,7 +165,7 @@ def test_checkpoints_as_they_are_on_disk_load(name, tmp_path):
 
 
 def test_checkpoints_of_the_base_model_load():
-    reference = reference_model(CONFIGS["gpt2"]())
+    reference = random_model(CONFIGS["gpt2"]())
     model = pageloom_model(reference, state=reference.transformer.state_dict())
     (tokens,) = prompts((20,))
     (found,) = run(model, DenseAttention(model.layers), [(0, tokens, 0)])
@@ -174,7 +173,7 @@ def test_checkpoints_of_the_base_model_load():
 
 
 def test_tensors_that_do_not_fit_are_all_named():
-    reference = reference_model(CONFIGS["olmo2"]())
+    reference = random_model(CONFIGS["olmo2"]())
     state = dict(reference.state_dict())
     del state["model.layers.1.self_attn.k_proj.weight"]
     state["model.layers.0.self_attn.rel_bias"] = torch.zeros(64)
@@ -237,7 +236,7 @@ REFUSED = {
 def test_what_cannot_be_served_is_refused_with_the_reason(name):
     make_config, message = REFUSED[name]
     with pytest.raises(UnsupportedModelError) as caught:
-        pageloom_model(reference_model(make_config()))
+        pageloom_model(random_model(make_config()))
     assert str(caught.value) == message
 
 
@@ -342,7 +341,7 @@ def test_a_model_that_fails_on_two_tokens_is_refused(monkeypatch):
 @pytest.mark.parametrize("dtype", NOT_WEIGHTS)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_tensors_that_are_no_plain_floating_point_are_refused_by_name(name, dtype):
-    reference = reference_model(CONFIGS[name]())
+    reference = random_model(CONFIGS[name]())
     state = dict(reference.state_dict())
     weight = next(n for n, t in state.items() if ".0." in n and t.ndim == 2)
     state[weight] = state[weight].to(dtype)
@@ -351,7 +350,7 @@ def test_tensors_that_are_no_plain_floating_point_are_refused_by_name(name, dtyp
 
 
 def test_the_integer_masks_of_old_gpt2_checkpoints_are_dropped():
-    reference = reference_model(CONFIGS["gpt2"]())
+    reference = random_model(CONFIGS["gpt2"]())
     state = dict(reference.state_dict())
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()
     model = pageloom_model(reference, state=state)
