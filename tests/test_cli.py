@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import distributions
+from distributions import source
 from pageloom.cli import main
 from pageloom.scheduling import PolicyError
 
@@ -138,8 +139,7 @@ def test_plugins_lists_every_component_and_why_it_cannot_run(run, kernels):
 def test_plugins_lists_a_plugin_that_breaks_the_contract(
     run, kernels, site, monkeypatch, body, reason
 ):
-    module = f"from pageloom.contract import hookimpl\ncontract_version = '1.0'\n@hookimpl\n{body}"
-    site.install("pageloom-rude", {"rude": module}, rude="rude")
+    site.install("pageloom-rude", {"rude": source(f"@hookimpl\n{body}")}, rude="rude")
     monkeypatch.setenv("PAGELOOM_PLUGINS", "kernels,rude")
     code, out, _ = run("plugins")
     assert code == 0
@@ -204,6 +204,28 @@ def test_wrong_plugins_are_one_message_and_exit_code_2(run, site, monkeypatch):
     code, out, err = run("plugins")
     assert (code, out) == (2, "")
     assert err.startswith("pageloom: PAGELOOM_PLUGINS: 'nope' is not installed")
+
+
+def test_commands_that_sample_share_options_but_not_all_defaults(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = {}
+    for command in ("generate", "chat"):
+        _, out, _ = run(command, "--help")
+        listed[command] = dict(re.findall(r"--([a-z-]+) .*\[default: ([\d.]+)\]", out))
+    assert listed["generate"] == {
+        "max-tokens": "256",
+        "temperature": "1.0",
+        "top-k": "0",
+        "top-p": "1.0",
+        "min-p": "0.0",
+        "repetition-penalty": "1.0",
+        "n": "1",
+        "length-penalty": "1.0",
+    }
+    several = ("n", "length-penalty")
+    common = {name: v for name, v in listed["generate"].items() if name not in several}
+    other = {"max-tokens": "1024", "temperature": "0.7", "top-p": "0.95"}
+    assert listed["chat"] == common | other
 
 
 def test_wrong_usage_is_exit_code_2(run):

@@ -12,7 +12,7 @@ import pageloom.contract.loader
 import pageloom.contract.quantizer
 import pageloom.contract.scheduler
 from pageloom.contract import Scheduler
-from simulation import drive, make_planner, make_request
+from simulation import make_request, simulate
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -53,11 +53,11 @@ def test_the_scheduler_examples_serve_everybody(source):
     registered = {}
     namespace["register_schedulers"](registered.__setitem__)
     assert [target.split(":")[1] for target in registered.values()] == [policy.__name__]
-    planner = make_planner(policy(policy.Config()), num_blocks=17, max_num_batched_tokens=9)
+    sim = simulate(policy(policy.Config()), num_blocks=17, max_num_batched_tokens=9)
     requests = [make_request(n, 1 + 7 * n % 30, 1 + 5 * n % 30, n) for n in range(60)]
-    preempted = sum(len(plan.preempted) for plan, _ in drive(planner, requests))
+    preempted = sum(len(plan.preempted) for plan, _ in sim.drive(requests))
     assert preempted > 0
-    assert planner.pool.num_used == 0
+    assert sim.planner.pool.num_used == 0
 
 
 def test_the_quantizer_example_is_a_format():

@@ -1,121 +1,164 @@
-"""Greedy output in float32 depends on the prompt alone, whatever else runs and however."""
+"""Output in float32 depends on the request alone, whatever else runs and however."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import MAX_MODEL_LEN, VOCAB
 from pageloom import SamplingParams
-from pageloom.config import load_config
-from pageloom.engine.assemble import assemble
-from pageloom.plugins import Plugins
+from pageloom.engine.stats import EngineStats
+from pageloom.memory import blocks_for
 
-MAX_MODEL_LEN = 64
-VOCAB = 96
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "eos_token_id": 0,
-}
+# Prompts begin alike, so that the prefix cache has something to find.
+BEGINNINGS = ([], [5] * 12, [5] * 12 + [7, 8, 9] * 4)
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Engines on one random model, by overrides."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    path = folder / "engine.yaml"
-    path.write_text(
-        f"model: {{path: {folder}, loader: dummy, dtype: float32,"
-        " options: {initializer_range: 0.5}}\n"
-        "runtime: {device: cpu, num_threads: 1, debug: true}\n"
-    )
-    plugins = Plugins.load()
+@dataclass(frozen=True)
+class Item:
+    """A request of a workload."""
 
-    def build(**overrides):
-        given = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-        return assemble(load_config(path, given, plugins), plugins)
+    prompt: tuple[int, ...]
+    length: int  # most output tokens
+    kind: str  # "greedy", "n" or "beams"
+    width: int  # branches
+    arrival: int = 0  # step
+    abort: int | None = None  # step
 
-    return build
+    @property
+    def params(self):
+        if self.kind == "beams":
+            return SamplingParams(beam_width=self.width, n=self.width, max_tokens=self.length)
+        if self.kind == "n":
+            return SamplingParams(n=self.width, seed=3, temperature=0.8, max_tokens=self.length)
+        return SamplingParams(temperature=0, max_tokens=self.length)
+
+    def blocks(self, block_size):
+        """What the pool must have at least."""
+        total = min(len(self.prompt) + self.length, MAX_MODEL_LEN)
+        shared = len(self.prompt) // block_size
+        return shared + self.width * (blocks_for(total, block_size) - shared)
+
+
+def token_ids(output):
+    return [completion.token_ids for completion in output.outputs]
 
 
 @pytest.fixture(scope="module")
 def alone(build):
-    """The output of a prompt that runs with nothing beside it, whole, in one block."""
-    engine = build(attention__backend="torch_paged", kv_cache__num_blocks=64)
+    """The outputs of a request that runs with nothing beside it, its prompt whole, nothing
+    cached."""
+    engine = build(
+        attention__backend="torch_paged",
+        kv_cache__num_blocks=64,
+        kv_cache__enable_prefix_caching="false",
+    )
     known = {}
 
-    def alone(prompt, length):
-        key = (tuple(prompt), length)
+    def alone(item):
+        key = (item.prompt, item.length, item.kind, item.width)
         if key not in known:
-            params = SamplingParams(temperature=0, max_tokens=length)
-            known[key] = engine.generate(prompt, params)[0].outputs[0].token_ids
+            known[key] = token_ids(engine.generate(list(item.prompt), item.params)[0])
         return known[key]
 
     return alone
 
 
-prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=40)
-requests = st.lists(
-    st.tuples(prompts, st.integers(1, 20), st.integers(0, 12)), min_size=1, max_size=8
-)
+@st.composite
+def items(draw):
+    tail = draw(st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=16))
+    kind = draw(st.sampled_from(["greedy", "greedy", "n", "beams"]))
+    arrival = draw(st.integers(0, 12))
+    return Item(
+        prompt=(*draw(st.sampled_from(BEGINNINGS)), *tail),
+        length=draw(st.integers(1, 20)),
+        kind=kind,
+        width=1 if kind == "greedy" else draw(st.integers(2, 3)),
+        arrival=arrival,
+        abort=draw(st.none() | st.none() | st.integers(arrival, arrival + 15)),
+    )
+
+
+workloads = st.lists(items(), min_size=1, max_size=8)
 
 
 def run_workload(engine, workload):
-    """Each request arrives at its step; returns the token ids of all."""
+    """Each request arrives and is aborted at its steps; returns the outputs of all, None for
+    those that were aborted in time."""
     opened = {}
     step = 0
     while len(opened) < len(workload) or engine.has_requests:
-        for number, (prompt, length, arrival) in enumerate(workload):
-            if arrival <= step and number not in opened:
-                params = SamplingParams(temperature=0, max_tokens=length)
-                opened[number] = engine.open_request(prompt, params)
+        for number, item in enumerate(workload):
+            if item.arrival <= step and number not in opened:
+                opened[number] = engine.open_request(list(item.prompt), item.params)
+            if item.abort is not None and item.abort <= step and number in opened:
+                engine.close(opened[number])
         if engine.has_requests:
             engine.step()
+            engine.planner.check_integrity()
         step += 1
-    return [opened[n].collect().outputs[0].token_ids for n in range(len(workload))]
+    return [
+        None if request.request.finish_reason == "abort" else token_ids(request.collect())
+        for _, request in sorted(opened.items())
+    ]
 
 
-@settings(max_examples=80)
+def check(engine, workload, alone):
+    for item, output in zip(workload, run_workload(engine, workload), strict=True):
+        assert output in (None, alone(item))
+        assert output is not None or item.abort is not None
+
+
+@settings(max_examples=120)
 @given(
-    workload=requests,
+    workload=workloads,
     block_size=st.sampled_from([1, 3, 4, 16]),
     spare=st.integers(0, 12),
-    budget=st.integers(1, 48),
-    seats=st.integers(1, 6),
+    budget=st.integers(3, 48),
+    seats=st.integers(3, 6),
     chunked=st.booleans(),
+    caching=st.booleans(),
+    mode=st.sampled_from(["auto", "recompute", "swap"]),
+    swap_space=st.sampled_from(["null", "4KiB", "1MiB"]),
     backend=st.sampled_from(["torch_paged", "cpu_paged"]),
 )
-def test_with_blocks(build, alone, workload, block_size, spare, budget, seats, chunked, backend):
-    longest = max(min(len(prompt) + length, MAX_MODEL_LEN) for prompt, length, _ in workload)
+def test_with_blocks(
+    build,
+    alone,
+    workload,
+    block_size,
+    spare,
+    budget,
+    seats,
+    chunked,
+    caching,
+    mode,
+    swap_space,
+    backend,
+):
     engine = build(
         attention__backend=backend,
         kv_cache__block_size=block_size,
-        kv_cache__num_blocks=-(-longest // block_size) + spare,
+        kv_cache__num_blocks=max(item.blocks(block_size) for item in workload) + spare,
+        kv_cache__enable_prefix_caching=str(caching).lower(),
+        kv_cache__swap_space=swap_space,
         scheduler__max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN,
         scheduler__max_num_seqs=seats,
         scheduler__enable_chunked_prefill=str(chunked).lower(),
+        scheduler__preemption_mode=mode,
     )
-    outputs = run_workload(engine, workload)
-    assert outputs == [alone(prompt, length) for prompt, length, _ in workload]
+    check(engine, workload, alone)
 
 
 @settings(max_examples=25)
 @given(
-    workload=requests,
-    slabs=st.integers(1, 4),
-    budget=st.integers(1, 48),
-    seats=st.integers(1, 6),
+    workload=workloads,
+    slabs=st.integers(3, 5),
+    budget=st.integers(3, 48),
+    seats=st.integers(3, 6),
 )
 def test_with_naive_contiguous(build, alone, workload, slabs, budget, seats):
     engine = build(
@@ -124,22 +167,20 @@ def test_with_naive_contiguous(build, alone, workload, slabs, budget, seats):
         scheduler__max_num_batched_tokens=budget,
         scheduler__max_num_seqs=seats,
     )
-    outputs = run_workload(engine, workload)
-    assert outputs == [alone(prompt, length) for prompt, length, _ in workload]
+    check(engine, workload, alone)
 
 
-def test_the_workloads_do_preempt(build):
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_workloads_do_preempt(build, alone, mode):
     """Guards the tests above: small pools must really make requests give way."""
     engine = build(
-        attention__backend="torch_paged", kv_cache__block_size=4, kv_cache__num_blocks=12
+        attention__backend="torch_paged",
+        kv_cache__block_size=4,
+        kv_cache__num_blocks=20,
+        scheduler__preemption_mode=mode,
     )
-    workload = [([n + 1] * 10, 20, 0) for n in range(4)]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    opened = [engine.open_request(prompt, params) for prompt, _, _ in workload]
-    while engine.has_requests:
-        engine.step()
-    assert sum(request.request.num_preemptions for request in opened) > 0
-    large = build(attention__backend="torch_paged", kv_cache__num_blocks=64)
-    for request, (prompt, _, _) in zip(opened, workload, strict=True):
-        (output,) = large.generate(prompt, params)
-        assert request.collect().outputs[0].token_ids == output.outputs[0].token_ids
+    stats = EngineStats()
+    engine.plugins.register_observer(stats)
+    workload = [Item((5,) * 10 + (n,), 20, kind, 2) for n in range(3) for kind in ("n", "beams")]
+    check(engine, workload, alone)
+    assert stats.preemptions > 3

@@ -245,7 +245,7 @@ def test_a_failing_step_ends_every_request_and_the_engine_goes_on(engine, monkey
     other = engine.open_request(PROMPTS[1], GREEDY)
     engine.step()
     # Not even when ending one of them fails.
-    monkeypatch.setattr(opened._detokenizer, "finish", lambda: 1 / 0)
+    monkeypatch.setattr(opened._detokenizers[0], "finish", lambda: 1 / 0)
 
     def fail(view, plan):
         raise ZeroDivisionError("oops")

@@ -10,7 +10,7 @@ from pageloom.memory import BlockPool
 from pageloom.models.model import Model
 from pageloom.runner.runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from pageloom.runner.sampler import Sampler
-from pageloom.scheduling import Chunk, Request, SamplingParams
+from pageloom.scheduling import Chunk, Request, SamplingParams, StepPlan
 
 VOCAB = 16
 NAN_TOKEN = 13  # what follows it has logits of NaN
@@ -38,6 +38,9 @@ class Successor(Model):
 class NoAttention:
     spec = SimpleNamespace(block_size=4)
 
+    def bytes_per_block(self):
+        return 0
+
     def plan(self, batch):
         pass
 
@@ -63,11 +66,11 @@ def make_chunk(pool, prompt, start=0, stop=None, **params):
     branch = request.branches[0]
     branch.table.grow(stop)
     branch.num_computed = start
-    return Chunk(branch, start, stop - start, stop == len(prompt))
+    return Chunk(branch, start, stop - start, int(stop == len(prompt)))
 
 
 def by_chunk(runner, chunks):
-    results = {id(result.chunk): result for result in runner.run(chunks)}
+    results = {id(result.chunk): result for result in runner.run(StepPlan(tuple(chunks)))}
     return [results[id(chunk)] for chunk in chunks]
 
 
@@ -76,9 +79,9 @@ def test_a_chunk_that_cannot_be_sampled_fails_alone(runner, pool):
     good, bad, also_good = by_chunk(
         runner, [make_chunk(pool, prompt, logprobs=1) for prompt in prompts]
     )
-    assert (good.token_id, also_good.token_id) == (3, 6)
+    assert (tokens(good), tokens(also_good)) == ([3], [6])
     assert good.failure is also_good.failure is None
-    assert bad.token_id is bad.logprobs is None
+    assert not bad.draws
     assert "no token can be drawn" in bad.failure
     assert "check its weights and dtype" in bad.failure
 
@@ -86,9 +89,13 @@ def test_a_chunk_that_cannot_be_sampled_fails_alone(runner, pool):
 def test_a_chunk_whose_every_token_is_banned_says_so(runner, pool):
     banned = make_chunk(pool, [1], min_tokens=1, stop_token_ids=list(range(VOCAB)))
     good, bad = by_chunk(runner, [make_chunk(pool, [1]), banned])
-    assert (good.token_id, bad.token_id) == (2, None)
+    assert (tokens(good), tokens(bad)) == ([2], [])
     assert "excludes every token of the vocabulary" in bad.failure
     assert "min_tokens" in bad.failure
+
+
+def tokens(result):
+    return [draw.token_id for draw in result.draws]
 
 
 @pytest.mark.parametrize("before", [0, 3, PROMPT_LOGPROB_ROWS + 5])
@@ -98,9 +105,9 @@ def test_a_prompt_that_cannot_be_scored_fails_alone_and_names_the_position(runne
         runner,
         [make_chunk(pool, [1, 2], prompt_logprobs=1), make_chunk(pool, prompt, prompt_logprobs=1)],
     )
-    assert good.token_id == 3
+    assert tokens(good) == [3]
     assert [score.token_id for score in good.prompt_logprobs] == [2]
-    assert bad.token_id is None
+    assert not bad.draws
     assert bad.prompt_logprobs == []
     assert f"prompt token at position {before + 1} cannot be scored" in bad.failure
 
@@ -111,8 +118,7 @@ def test_the_chunks_of_a_prompt_score_it_once(runner, pool):
         make_chunk(pool, prompt, start, stop, prompt_logprobs=0)
         for start, stop in ((0, 3), (3, 7), (7, 8))
     ]
-    results = [result for chunk in chunks for result in runner.run([chunk])]
-    assert [result.prompt_logprobs_start for result in results] == [0, 3, 7]
+    results = [result for chunk in chunks for result in runner.run(StepPlan((chunk,)))]
     scored = [score.token_id for result in results for score in result.prompt_logprobs]
     assert scored == prompt[1:]
 
@@ -126,10 +132,8 @@ def test_prompt_tokens_that_were_scored_before_a_preemption_cost_no_logits(runne
     scored = []
     for start, stop in ((0, 4), (4, 8)):
         runner.model.rows = 0
-        again = Chunk(chunk.branch, start, stop - start, stop == len(prompt))
-        (result,) = runner.run([again])
-        assert runner.model.rows == len(result.prompt_logprobs) + again.samples
-        for i, score in enumerate(result.prompt_logprobs):
-            assert score.token_id == prompt[result.prompt_logprobs_start + 1 + i]
+        again = Chunk(chunk.branch, start, stop - start, int(stop == len(prompt)))
+        (result,) = runner.run(StepPlan((again,)))
+        assert runner.model.rows == len(result.prompt_logprobs) + again.draws
         scored += [score.token_id for score in result.prompt_logprobs]
     assert scored == prompt[computed + 1 :]

@@ -8,15 +8,19 @@ import sys
 import pytest
 
 from pageloom.scheduling.params import (
+    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
+    NOT_WITH_BEAMS,
     SamplingParams,
 )
 
 REAL_FIELDS = (
+    "length_penalty",
     "temperature",
     "top_p",
     "min_p",
@@ -24,7 +28,16 @@ REAL_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
 )
-INTEGER_FIELDS = ("top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs")
+INTEGER_FIELDS = (
+    "n",
+    "beam_width",
+    "top_k",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -35,7 +48,7 @@ def refusal(**fields):
 
 
 def test_every_field_is_covered_by_these_tests():
-    others = {"logit_bias", "stop", "stop_token_ids"}
+    others = {"early_stopping", "logit_bias", "stop", "stop_token_ids"}
     named = {field.name for field in dataclasses.fields(SamplingParams)}
     assert named == others | set(REAL_FIELDS) | set(INTEGER_FIELDS) | set(FLAGS)
 
@@ -55,6 +68,9 @@ def test_params_cannot_be_changed():
 @pytest.mark.parametrize(
     "fields",
     [
+        {"n": MAX_N},
+        {"n": 2, "beam_width": 2, "length_penalty": -10, "early_stopping": "never"},
+        {"n": MAX_BEAM_WIDTH, "beam_width": MAX_BEAM_WIDTH, "length_penalty": 10},
         {"temperature": 0},
         {"temperature": 1e-4},
         {"temperature": 2},
@@ -82,6 +98,15 @@ def test_values_at_the_limits_are_accepted(fields):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("n", 0),
+        ("n", MAX_N + 1),
+        ("beam_width", 1),
+        ("beam_width", MAX_BEAM_WIDTH + 1),
+        ("length_penalty", -10.1),
+        ("length_penalty", 10.1),
+        ("early_stopping", "always"),
+        ("early_stopping", 1),
+        ("early_stopping", None),
         ("temperature", -0.1),
         ("temperature", 1e-5),
         ("temperature", 101),
@@ -124,6 +149,10 @@ def test_a_bad_value_is_refused_with_field_value_and_what_would_work(name, value
     ("fields", "message"),
     [
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, more than max_tokens, 4"),
+        ({"n": 5, "beam_width": 4}, "n is 5, more than beam_width, 4"),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0, but without beam_width there is no"),
+        ({"early_stopping": True}, "early_stopping is True, but without beam_width there is no"),
+        ({"early_stopping": "never"}, "early_stopping is 'never', but without beam_width"),
         ({"stop": ""}, "stop holds a string of 0 characters"),
         ({"stop": ["x" * (MAX_STOP_CHARS + 1)]}, "stop holds a string of 257 characters"),
         ({"stop": ["x"] * (MAX_STOP + 1)}, "stop has 17 strings, but may have at most 16"),
@@ -140,6 +169,49 @@ def test_a_bad_value_is_refused_with_field_value_and_what_would_work(name, value
 )
 def test_what_is_wrong_inside_a_list_or_between_fields_is_named(fields, message):
     assert message in refusal(**fields)
+
+
+BESIDE_BEAMS = {
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {1: 2.0},
+    "seed": 0,
+    "stop": ("end",),
+    "logprobs": 0,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS.items())
+def test_what_beam_search_would_ignore_is_refused(name, value):
+    message = refusal(beam_width=4, **{name: value})
+    assert message.startswith(f"{name} is {value!r}, but beam search does not support it")
+    for harmless in NOT_WITH_BEAMS[name]:
+        SamplingParams(beam_width=4, **{name: harmless})
+
+
+def test_every_field_either_works_with_beams_or_is_refused():
+    works = {
+        "n": 4,
+        "beam_width": 4,
+        "length_penalty": 0.5,
+        "early_stopping": True,
+        "stop_token_ids": (3,),
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "max_tokens": 5,
+        "prompt_logprobs": 3,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    SamplingParams(**works)
+    named = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert named == set(works) | set(BESIDE_BEAMS)
+    assert set(BESIDE_BEAMS) == set(NOT_WITH_BEAMS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pageloom.contract import Scheduler
 from pageloom.scheduling import PolicyError, RequestTooLargeError, SamplingParams
 from pageloom.scheduling.request import Status
-from simulation import make_planner, make_request, step
+from simulation import make_request, simulate
 
 
 class Policy(Scheduler):
@@ -56,7 +56,7 @@ def test_no_policy_can_exceed_a_limit_or_lose_a_block(data):
             assert plan.seats_left >= 0
 
     chunked = data.draw(st.booleans())
-    planner = make_planner(
+    sim = simulate(
         Policy(chaos),
         num_blocks=data.draw(st.integers(10, 24)),
         max_num_seqs=data.draw(st.integers(1, 5)),
@@ -64,7 +64,7 @@ def test_no_policy_can_exceed_a_limit_or_lose_a_block(data):
         max_model_len=40,
         enable_chunked_prefill=chunked,
     )
-    planner.MAX_EMPTY_PLANS = planner.MAX_PREEMPTIONS_PER_SEAT = 1 << 30
+    sim.planner.MAX_EMPTY_PLANS = sim.planner.MAX_PREEMPTIONS_PER_SEAT = 1 << 30
     requests = []
     for number in range(data.draw(st.integers(5, 25))):
         if data.draw(st.booleans()):
@@ -72,27 +72,27 @@ def test_no_policy_can_exceed_a_limit_or_lose_a_block(data):
                 number, data.draw(st.integers(1, 25)), data.draw(st.integers(1, 15)), number
             )
             requests.append(request)
-            planner.add(request)
-        plan, _ = step(planner)
-        assert plan.num_tokens <= planner.limits.max_num_batched_tokens
-        assert len(planner.running) <= planner.limits.max_num_seqs
-        for request in planner.running.values():
+            sim.add(request)
+        plan, _ = sim.step()
+        assert plan.num_tokens <= sim.planner.limits.max_num_batched_tokens
+        assert len(sim.planner.running) <= sim.planner.limits.max_num_seqs
+        for request in sim.planner.running.values():
             (branch,) = request.branches
             assert branch.num_computed <= branch.table.capacity
             assert request.status is Status.RUNNING
-        for request in planner.waiting.values():
+        for request in sim.planner.waiting.values():
             assert not request.branches[0].table.blocks
             assert request.branches[0].num_computed == 0
-        if planner.has_requests and data.draw(st.integers(0, 5)) == 0:
+        if sim.planner.has_requests and data.draw(st.integers(0, 5)) == 0:
             pick = data.draw(
-                st.sampled_from([*planner.running.values(), *planner.waiting.values()])
+                st.sampled_from([*sim.planner.running.values(), *sim.planner.waiting.values()])
             )
-            planner.finish(pick, "abort")
-        planner.check_integrity()
-    planner.scheduler = Policy(_patient)
-    while planner.has_requests:
-        step(planner)
-    assert planner.pool.num_used == 0
+            sim.planner.finish(pick, "abort")
+        sim.planner.check_integrity()
+    sim.planner.scheduler = Policy(_patient)
+    while sim.planner.has_requests:
+        sim.step()
+    assert sim.planner.pool.num_used == 0
     assert all(request.status is Status.FINISHED for request in requests)
 
 
@@ -114,19 +114,19 @@ def test_preemption_keeps_tokens_and_counts_what_is_recomputed():
                 return
         run_all(view, plan)
 
-    planner = make_planner(Policy(policy))
+    sim = simulate(Policy(policy))
     request = make_request("a", prompt=5, output=9)
-    planner.add(request)
-    step(planner)
-    step(planner)
+    sim.add(request)
+    sim.step()
+    sim.step()
     assert request.branches[0].output_token_ids == [1, 1]
     preempt = True
-    step(planner)
+    sim.step()
     preempt = False
-    assert planner.pool.num_used == 0
+    assert sim.planner.pool.num_used == 0
     assert request.view.pending_tokens == 7
     assert request.view.preemptions == 1
-    plan, _ = step(planner)
+    plan, _ = sim.step()
     assert [(chunk.num_tokens, chunk.num_recomputed) for chunk in plan.chunks] == [(7, 6)]
     assert request.branches[0].output_token_ids == [1, 1, 1]
 
@@ -138,12 +138,12 @@ def test_preempted_requests_wait_ahead_of_the_queue():
         if not view.running:
             run_all(view, plan)
 
-    planner = make_planner(Policy(policy), max_num_seqs=2)
+    sim = simulate(Policy(policy), max_num_seqs=2)
     for name in "abc":
-        planner.add(make_request(name, 4, 4))
-    step(planner)
-    step(planner)
-    assert list(planner.waiting) == ["a", "b", "c"]
+        sim.add(make_request(name, 4, 4))
+    sim.step()
+    sim.step()
+    assert list(sim.planner.waiting) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("twice", ["run", "preempt"])
@@ -153,24 +153,24 @@ def test_a_request_is_settled_once_in_a_plan(twice):
             plan.run(request)
             getattr(plan, twice)(request)
 
-    planner = make_planner(Policy(policy))
-    planner.add(make_request("a", 4, 4))
-    with pytest.raises(PolicyError, match=r"'tested' failed: .* already ran or was preempted"):
-        step(planner)
+    sim = simulate(Policy(policy))
+    sim.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match=r"'Policy' failed: .* already ran or was preempted"):
+        sim.step()
 
 
 def test_a_waiting_request_cannot_be_preempted():
-    planner = make_planner(Policy(lambda view, plan: plan.preempt(next(iter(view.waiting)))))
-    planner.add(make_request("a", 4, 4))
+    sim = simulate(Policy(lambda view, plan: plan.preempt(next(iter(view.waiting)))))
+    sim.add(make_request("a", 4, 4))
     with pytest.raises(PolicyError, match="a is not running"):
-        step(planner)
+        sim.step()
 
 
 def test_a_stranger_is_no_request():
-    planner = make_planner(Policy(lambda view, plan: plan.run("a")))
-    planner.add(make_request("a", 4, 4))
+    sim = simulate(Policy(lambda view, plan: plan.run("a")))
+    sim.add(make_request("a", 4, 4))
     with pytest.raises(PolicyError, match="'a' is not a request of this view"):
-        step(planner)
+        sim.step()
 
 
 def test_a_policy_that_raises_loses_nothing():
@@ -181,23 +181,23 @@ def test_a_policy_that_raises_loses_nothing():
         if broken:
             raise KeyError("oops")
 
-    planner = make_planner(Policy(policy))
-    planner.add(make_request("a", 4, 4))
-    with pytest.raises(PolicyError, match="scheduling policy 'tested' failed: KeyError: 'oops'"):
-        step(planner)
-    planner.check_integrity()
+    sim = simulate(Policy(policy))
+    sim.add(make_request("a", 4, 4))
+    with pytest.raises(PolicyError, match="scheduling policy 'Policy' failed: KeyError: 'oops'"):
+        sim.step()
+    sim.planner.check_integrity()
     broken = False
-    while planner.has_requests:
-        step(planner)
-    assert planner.pool.num_used == 0
+    while sim.planner.has_requests:
+        sim.step()
+    assert sim.planner.pool.num_used == 0
 
 
 def test_a_policy_that_does_nothing_is_reported():
-    planner = make_planner(Policy(lambda view, plan: None))
-    planner.add(make_request("a", 4, 4))
-    planner.plan()
-    with pytest.raises(PolicyError, match=r"'tested' makes no progress: .* 1 waiting"):
-        planner.plan()
+    sim = simulate(Policy(lambda view, plan: None))
+    sim.add(make_request("a", 4, 4))
+    sim.planner.plan()
+    with pytest.raises(PolicyError, match=r"'Policy' makes no progress: .* 1 waiting"):
+        sim.planner.plan()
 
 
 def test_a_policy_that_preempts_and_readmits_in_circles_is_reported():
@@ -207,12 +207,12 @@ def test_a_policy_that_preempts_and_readmits_in_circles_is_reported():
         else:
             plan.run(next(iter(view.waiting)), 2)
 
-    planner = make_planner(Policy(policy))
-    planner.add(make_request("a", 9, 4))
+    sim = simulate(Policy(policy))
+    sim.add(make_request("a", 9, 4))
     for _ in range(65):
-        step(planner)
-    with pytest.raises(PolicyError, match=r"'tested' makes no progress: 33 preemptions"):
-        step(planner)
+        sim.step()
+    with pytest.raises(PolicyError, match=r"'Policy' makes no progress: 33 preemptions"):
+        sim.step()
 
 
 def test_a_policy_may_preempt_one_request_a_step():
@@ -222,11 +222,11 @@ def test_a_policy_may_preempt_one_request_a_step():
         else:
             run_all(view, plan)
 
-    planner = make_planner(Policy(policy))
+    sim = simulate(Policy(policy))
     for name in "abcd":
-        planner.add(make_request(name, 4, 6))
-    while planner.has_requests:
-        step(planner)
+        sim.add(make_request(name, 4, 6))
+    while sim.planner.has_requests:
+        sim.step()
 
 
 def test_a_plan_is_closed_when_the_policy_returns():
@@ -236,10 +236,10 @@ def test_a_plan_is_closed_when_the_policy_returns():
         kept.append((plan, view))
         run_all(view, plan)
 
-    planner = make_planner(Policy(policy))
+    sim = simulate(Policy(policy))
     request = make_request("a", 4, 4)
-    planner.add(request)
-    step(planner)
+    sim.add(request)
+    sim.step()
     plan, _ = kept[0]
     for call in (plan.run, plan.preempt, plan.preemptible):
         with pytest.raises(ValueError, match="this plan is closed"):
@@ -249,22 +249,22 @@ def test_a_plan_is_closed_when_the_policy_returns():
 
 
 def test_a_request_of_another_engine_is_a_stranger():
-    other = make_planner(Policy(run_all))
+    other = simulate(Policy(run_all))
     foreign = make_request("a", 4, 4)
     other.add(foreign)
-    planner = make_planner(Policy(lambda view, plan: plan.run(foreign.view)))
-    planner.add(make_request("a", 4, 4))
+    sim = simulate(Policy(lambda view, plan: plan.run(foreign.view)))
+    sim.add(make_request("a", 4, 4))
     with pytest.raises(PolicyError, match="is not a request of this view"):
-        step(planner)
-    assert other.pool.num_used == 0
+        sim.step()
+    assert other.planner.pool.num_used == 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
 def test_a_limit_on_a_grant_is_a_positive_integer(wrong):
-    planner = make_planner(Policy(lambda view, plan: plan.run(next(iter(view.waiting)), wrong)))
-    planner.add(make_request("a", 4, 4))
+    sim = simulate(Policy(lambda view, plan: plan.run(next(iter(view.waiting)), wrong)))
+    sim.add(make_request("a", 4, 4))
     with pytest.raises(PolicyError, match="max_tokens must be an integer of at least 1"):
-        step(planner)
+        sim.step()
 
 
 def test_without_chunked_prefill_a_prompt_is_granted_whole_or_not_at_all():
@@ -275,16 +275,16 @@ def test_without_chunked_prefill_a_prompt_is_granted_whole_or_not_at_all():
         granted.append((plan.run(request, 3), plan.refusal))
         granted.append((plan.run(request), plan.refusal))
 
-    planner = make_planner(Policy(policy), enable_chunked_prefill=False, max_num_batched_tokens=64)
-    planner.add(make_request("a", 8, 1))
-    step(planner)
+    sim = simulate(Policy(policy), enable_chunked_prefill=False, max_num_batched_tokens=64)
+    sim.add(make_request("a", 8, 1))
+    sim.step()
     assert granted == [(0, "tokens"), (8, None)]
 
 
 def test_an_idle_engine_is_no_stall():
-    planner = make_planner(Policy(lambda view, plan: None))
+    sim = simulate(Policy(lambda view, plan: None))
     for _ in range(5):
-        assert not planner.plan().chunks
+        assert not sim.planner.plan().chunks
 
 
 def test_views_are_read_only():
@@ -316,30 +316,30 @@ def test_views_are_read_only():
     ],
 )
 def test_a_request_that_could_never_run_is_refused_on_arrival(prompt, output, limits, message):
-    planner = make_planner(Policy(run_all), **limits)
+    sim = simulate(Policy(run_all), **limits)
     with pytest.raises(ValueError, match=message):
-        planner.add(make_request("a", prompt, output))
-    assert not planner.has_requests
+        sim.add(make_request("a", prompt, output))
+    assert not sim.planner.has_requests
 
 
 def test_the_largest_request_that_fits_runs():
-    planner = make_planner(Policy(run_all), num_blocks=10, max_model_len=41)
-    planner.add(make_request("a", 40, 1))
-    step(planner)
-    planner.add(make_request("b", 1, 40))
-    while planner.has_requests:
-        step(planner)
+    sim = simulate(Policy(run_all), num_blocks=10, max_model_len=41)
+    sim.add(make_request("a", 40, 1))
+    sim.step()
+    sim.add(make_request("b", 1, 40))
+    while sim.planner.has_requests:
+        sim.step()
     with pytest.raises(RequestTooLargeError):
-        planner.add(make_request("c", 41, 1))
+        sim.add(make_request("c", 41, 1))
 
 
 def test_a_request_id_is_used_once_at_a_time():
-    planner = make_planner(Policy(run_all))
-    planner.add(make_request("a", 4, 1))
+    sim = simulate(Policy(run_all))
+    sim.add(make_request("a", 4, 1))
     with pytest.raises(ValueError, match="request id 'a' is in use"):
-        planner.add(make_request("a", 4, 1))
-    step(planner)
-    planner.add(make_request("a", 4, 1))
+        sim.add(make_request("a", 4, 1))
+    sim.step()
+    sim.add(make_request("a", 4, 1))
 
 
 @pytest.mark.parametrize(
@@ -351,20 +351,20 @@ def test_a_request_id_is_used_once_at_a_time():
     ],
 )
 def test_without_max_tokens_a_request_takes_all_the_room_there_is(limits, total):
-    planner = make_planner(Policy(run_all), **limits)
+    sim = simulate(Policy(run_all), **limits)
     request = make_request("a", 10, None)
-    planner.add(request)
-    while planner.has_requests:
-        step(planner)
+    sim.add(request)
+    while sim.planner.has_requests:
+        sim.step()
     assert 10 + len(request.branches[0].output_token_ids) == total
 
 
 def test_max_tokens_end_at_max_model_len():
-    planner = make_planner(Policy(run_all), max_model_len=16)
+    sim = simulate(Policy(run_all), max_model_len=16)
     request = make_request("a", 10, 100)
-    planner.add(request)
-    while planner.has_requests:
-        step(planner)
+    sim.add(request)
+    while sim.planner.has_requests:
+        sim.step()
     assert len(request.branches[0].output_token_ids) == 6
 
 
@@ -373,8 +373,8 @@ def test_stop_tokens_wait_for_min_tokens():
 
     params = SamplingParams(max_tokens=9, min_tokens=3)
     request = Request("a", [0], params, arrival_time=0.0, eos_token_ids=frozenset([1]))
-    planner = make_planner(Policy(run_all))
-    planner.add(request)
-    while planner.has_requests:
-        step(planner)
+    sim = simulate(Policy(run_all))
+    sim.add(request)
+    while sim.planner.has_requests:
+        sim.step()
     assert len(request.branches[0].output_token_ids) == 3

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pageloom.commands import ConfigArgument, SetOption
-from pageloom.commands.sampling import (
-    MaxTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    sampling_params,
-)
+from pageloom.commands.sampling import SamplingOptions, sampling_params, takes
 
 if TYPE_CHECKING:
     from pageloom.engine.engine import Engine
@@ -27,30 +17,21 @@ if TYPE_CHECKING:
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
+class ChatOptions(SamplingOptions):
+    max_tokens = 1024
+    temperature = 0.7
+    top_p = 0.95
+
+
+@takes(ChatOptions)
 def chat(
     path: ConfigArgument,
     overrides: SetOption,
-    stop: Stop,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.7,
-    top_k: TopK = 0,
-    top_p: TopP = 0.95,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
+    **sampling: Any,
 ) -> None:
     """Talk with a model; reads one message per line."""
-    params = sampling_params(
-        stop=stop,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
+    params = sampling_params(sampling)
     from pageloom.engine.engine import Engine
 
     engine = Engine.from_config(path, overrides)

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pageloom.commands import ConfigArgument, SetOption
-from pageloom.commands.sampling import (
-    MaxTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    sampling_params,
-)
+from pageloom.commands.sampling import SamplingOptions, sampling_params, takes
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
     from pageloom.engine.engine import Engine
     from pageloom.engine.open_request import OpenRequest
-    from pageloom.engine.outputs import CompletionChunk
+    from pageloom.engine.outputs import CompletionChunk, CompletionOutput
     from pageloom.engine.stats import EngineStats
 
 
+class GenerateOptions(SamplingOptions):
+    n: Annotated[int, typer.Option("--n", "-n", help="Outputs per prompt.")] = 1
+    beam_width: Annotated[
+        int | None, typer.Option(help="Search with this many beams instead of sampling.")
+    ] = None
+    length_penalty: Annotated[
+        float, typer.Option(help="Of beams: above 0 favors long outputs, below 0 short ones.")
+    ] = 1.0
+
+
+@takes(GenerateOptions)
 def generate(
     path: ConfigArgument,
     overrides: SetOption,
-    stop: Stop,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="Default: one per line of standard input."),
@@ -45,33 +45,26 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send each prompt as a user's message.")
     ] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    stream: Annotated[
+        bool,
+        typer.Option("--stream", help="Print text as it comes. Beams come whole, at the end."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line.")
     ] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print speed and KV use at the end.")
     ] = False,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 1.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
+    **sampling: Any,
 ) -> None:
     """Complete prompts, all in one continuous batch, and print them in order."""
+    params = sampling_params(sampling)
+    if stream and params.n > 1 and not as_json:
+        raise PageloomError(
+            "with --n above 1, --stream would mix the outputs up; add --json, whose lines say to "
+            "which output they belong, or leave out --stream"
+        )
     texts = _read_prompts(prompts or [], file)
-    params = sampling_params(
-        stop=stop,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     from pageloom.engine.engine import Engine
     from pageloom.engine.stats import EngineStats
 
@@ -83,14 +76,17 @@ def generate(
     except ValueError as error:
         raise PageloomError(str(error)) from error
     for number, (text, request) in enumerate(zip(texts, requests, strict=True)):
-        chunks = engine.follow(request)
+        parts = engine.follow(request) if stream else _outputs(engine, request)
         if as_json:
-            _print_json({"index": number, "prompt": text}, request, chunks, stream)
+            _print_json({"index": number, "prompt": text}, request, parts)
             continue
         if len(texts) > 1:
             print(f"{chr(10) if number else ''}[{number + 1}] {text}")
-        for chunk in chunks:
-            print(chunk.text, end="", flush=stream)
+        if params.n > 1:
+            _print_sections(parts)
+            continue
+        for part in parts:
+            print(part.text, end="", flush=stream)
         print(flush=True)
     if stats:
         _print_stats(engine, counted)
@@ -123,23 +119,37 @@ def _encode(engine: Engine, text: str, chat: bool) -> list[int]:
     return engine.encode(text)
 
 
+def _outputs(engine: Engine, request: OpenRequest) -> list[CompletionOutput]:
+    """What a request comes to."""
+    while not request.finished:
+        engine.advance()
+    return request.collect().outputs
+
+
+def _print_sections(outputs: Iterable[CompletionChunk | CompletionOutput]) -> None:
+    for output in outputs:
+        score = "" if output.score is None else f", score {output.score:.4f}"
+        print(f"{chr(10) if output.index else ''}[output {output.index + 1}{score}]")
+        print(output.text, flush=True)
+
+
 def _print_json(
-    head: dict[str, Any], request: OpenRequest, chunks: Iterator[CompletionChunk], stream: bool
+    head: dict[str, Any],
+    request: OpenRequest,
+    parts: Iterable[CompletionChunk | CompletionOutput],
 ) -> None:
-    """One line per chunk, or one for the whole."""
-    text, token_ids = "", []
-    for chunk in chunks:
-        text += chunk.text
-        token_ids += chunk.token_ids
-        if stream or chunk.finish_reason:
-            body = {
-                "text": text,
-                "token_ids": token_ids,
-                "finish_reason": chunk.finish_reason,
-                "prompt_tokens": len(request.request.prompt_token_ids),
-            }
-            print(json.dumps(head | body, ensure_ascii=False), flush=True)
-            text, token_ids = "", []
+    """One line per part: a whole output, or a chunk of one."""
+    for part in parts:
+        body = {
+            "output": part.index,
+            "text": part.text,
+            "token_ids": part.token_ids,
+            "finish_reason": part.finish_reason,
+            "prompt_tokens": len(request.request.prompt_token_ids),
+        }
+        if part.score is not None:
+            body["score"] = part.score
+        print(json.dumps(head | body, ensure_ascii=False), flush=True)
 
 
 def _print_stats(engine: Engine, stats: EngineStats) -> None:

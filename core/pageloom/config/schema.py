@@ -55,6 +55,12 @@ class SchedulerConfig:
     max_num_seqs: int = option(256, "Most branches that run at once (seats).", at_least(1))
     max_num_batched_tokens: int = option(2048, "Most tokens computed per step.", at_least(1))
     enable_chunked_prefill: bool = option(True, "Whether a prompt may be split over steps.")
+    preemption_mode: str = option(
+        "auto",
+        "What becomes of the blocks of a request that gives way; auto swaps those that have "
+        "several branches and recomputes others.",
+        one_of("auto", "recompute", "swap"),
+    )
     options: dict[str, Any] = option({}, "Options of the scheduler.")
 
 
@@ -78,6 +84,10 @@ class KVCacheConfig:
     )
     memory: int | str | None = option(None, 'Size of the cache, such as "4GiB".', SIZE)
     num_blocks: int | None = option(None, "Size of the cache in blocks.", at_least(1))
+    enable_prefix_caching: bool = option(True, "Whether equal prefixes are computed only once.")
+    swap_space: int | str | None = option(
+        "1GiB", "Most host memory for blocks that are swapped out; null for none.", SIZE
+    )
     quantizer: str | None = option(None, "KV format; null stores the model's dtype.")
     options: dict[str, Any] = option({}, "Options of the quantizer.")
 
@@ -85,6 +95,11 @@ class KVCacheConfig:
     def memory_bytes(self) -> int | None:
         """`memory` in bytes."""
         return None if self.memory is None else parse_size(self.memory)
+
+    @property
+    def swap_bytes(self) -> int:
+        """`swap_space` in bytes."""
+        return 0 if self.swap_space is None else parse_size(self.swap_space)
 
 
 @dataclass

@@ -36,9 +36,13 @@ class StepRecord:
     decode_tokens: int
     recomputed_tokens: int  # part of prefill_tokens that was computed before a preemption
     preempted: int  # requests preempted in this step
+    blocks_copied: int  # for writes to shared blocks (copy-on-write)
+    blocks_swapped_out: int
+    blocks_swapped_in: int
     blocks_used: int  # while the step ran: those that finished in it are still counted
+    blocks_cached: int  # free, but with a prefix that can be reused
     blocks_total: int
-    kv_tokens: int  # token states held in the used blocks
+    kv_tokens: int  # token states held in the used blocks; shared ones count once
     kv_slots: int  # token states that the used blocks have room for
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ from pageloom.models.loading import open_loader
 from pageloom.plugins import Plugins, blame
 from pageloom.runner.runner import ModelRunner
 from pageloom.runner.sampler import Sampler
-from pageloom.scheduling import Limits, Planner
+from pageloom.scheduling import Limits, Planner, PreemptionMode
 
 
 def assemble(config: Config, plugins: Plugins) -> Engine:
@@ -80,6 +82,7 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
             f"{num_blocks * bytes_per_block:,} bytes: {one_line(error)}; lower kv_cache.memory or "
             "kv_cache.num_blocks"
         ) from error
+    host_blocks = config.kv_cache.swap_bytes // bytes_per_block
     planner = Planner(
         _scheduler(config, plugins),
         BlockPool(num_blocks),
@@ -89,8 +92,11 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
             max_model_len=max_model_len,
             block_size=spec.block_size,
             enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+            preemption_mode=cast("PreemptionMode", config.scheduler.preemption_mode),
         ),
         policy=config.scheduler.policy,
+        host=BlockPool(host_blocks) if host_blocks else None,
     )
     sampler = Sampler(config.runtime.seed)
     info = EngineInfo(
@@ -108,7 +114,7 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
     )
     return Engine(
         planner,
-        ModelRunner(model, backend, sampler, device),
+        ModelRunner(model, backend, sampler, device, host_blocks),
         PromptEncoder(tokenizer, model.vocab_size, max_model_len),
         plugins,
         info,

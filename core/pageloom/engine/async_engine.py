@@ -73,13 +73,14 @@ class AsyncEngine:
         stream = _Stream(asyncio.get_running_loop())
         try:
             await self._call(lambda: self._open(stream, token_ids, params, request))
-            while True:
+            unfinished = params.n if params is not None else 1
+            while unfinished:
                 chunk = await stream.queue.get()
                 if isinstance(chunk, Exception):
                     raise chunk
-                yield chunk
                 if chunk.finish_reason:
-                    return
+                    unfinished -= 1
+                yield chunk
         finally:
             self._post(lambda: self._close(stream))
 

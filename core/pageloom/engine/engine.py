@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from pageloom.engine.prompts import Message, Prompt, PromptEncoder
 from pageloom.plugins import Plugins
 from pageloom.runner.runner import ChunkResult, ModelRunner
 from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams, StepPlan
+from pageloom.scheduling.beams import BeamSearch
 
 log = logging.getLogger(__name__)
 
@@ -97,17 +98,19 @@ class Engine:
         priority: int = 0,
         user: str = "",
         metadata: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
         deliver: Callable[[CompletionChunk], None] | None = None,
     ) -> OpenRequest:
         """Queue a request and return its handle.
 
         ``prompt`` is text or token ids. ``priority`` (lower runs earlier), ``user`` (the tenant)
-        and ``metadata`` are for the scheduling policy. Chunks gather in the handle, or go to
-        ``deliver`` in the thread that steps. Raises `ValueError` (`RequestTooLargeError` if the
+        and ``metadata`` are for the scheduling policy. Requests share cached prefixes only with
+        those of the same ``cache_salt``. Chunks gather in the handle, or go to ``deliver`` in the
+        thread that steps. Raises `ValueError` (`RequestTooLargeError` if the
         request could never run) and then changes nothing.
         """
         params = params if params is not None else SamplingParams()
-        _check_fields(params, request_id, priority, user, metadata)
+        _check_fields(params, request_id, priority, user, metadata, cache_salt)
         params.check_vocab(self.runner.model.vocab_size)
         request = Request(
             self._new_id() if request_id is None else request_id,
@@ -118,15 +121,17 @@ class Engine:
             priority=priority,
             user=user,
             metadata=metadata or {},
+            cache_salt=cache_salt,
         )
-        detokenizer = None
+        detokenizers: list[Detokenizer] = []
         if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, params)
+            ids = request.prompt_token_ids
+            detokenizers = [Detokenizer(self.tokenizer, ids, params) for _ in range(params.n)]
         elif params.stop:
             raise ValueError("stop strings need a tokenizer, and this model has none")
         self.planner.add(request)
         text = prompt if isinstance(prompt, str) else None
-        opened = OpenRequest(request, text, detokenizer, deliver)
+        opened = OpenRequest(request, text, detokenizers, deliver)
         self._open[request.request_id] = opened
         return opened
 
@@ -140,6 +145,11 @@ class Engine:
         """`abort` by handle, for which it does not matter if the id is in use again."""
         if not opened.finished:
             self._end(opened, "abort")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget which prefixes are in the cache, such as after a change of the weights. Open
+        requests go on."""
+        self.planner.pool.forget_all()
 
     @property
     def tokenizer(self) -> Any:
@@ -174,9 +184,9 @@ class Engine:
         try:
             plan = self.planner.plan()
             occupied = self._occupied(plan)
-            results = self.runner.run(plan.chunks) if plan.chunks else []
-            for result in results:
-                self._receive(result)
+            results = self.runner.run(plan)
+            for request, of_request in groupby(results, key=lambda r: r.chunk.branch.request):
+                self._receive(request, list(of_request))
         except Exception:
             for opened in list(self._open.values()):
                 self._end(opened, "error")
@@ -235,20 +245,45 @@ class Engine:
 
     # -- inside a step ----------------------------------------------------------------------
 
-    def _receive(self, result: ChunkResult) -> None:
-        request = result.chunk.branch.request
+    def _receive(self, request: Request, results: Sequence[ChunkResult]) -> None:
         opened = self._open.get(request.request_id)
         if opened is None or opened.request is not request:
             return  # an observer of this step aborted it
-        if result.failure is not None:
-            log.error("request %s ends: %s", request.request_id, result.failure)
-            self._end(opened, "error")
-            return
-        self.planner.advance(result.chunk, result.token_id)
-        if chunk := opened.receive(result):
-            if chunk.finish_reason:
+        for result in results:
+            if result.failure is not None:
+                log.error("request %s ends: %s", request.request_id, result.failure)
+                self._end(opened, "error")
+                return
+            opened.score_prompt(result.prompt_logprobs)
+        if request.beams is not None:
+            self._receive_candidates(opened, request.beams, results)
+        else:
+            for result in results:
+                self._receive_draws(opened, result)
+
+    def _receive_draws(self, opened: OpenRequest, result: ChunkResult) -> None:
+        request, drawn = opened.request, result.draws
+        self.planner.advance(result.chunk, [draw.token_id for draw in drawn])
+        branches = request.branches[:] if len(drawn) > 1 else [result.chunk.branch]
+        for branch, draw in zip(branches, drawn, strict=False):
+            if opened.finished:
+                return  # whoever got the chunk before aborted it
+            chunk = opened.receive(branch, draw)
+            if chunk.finish_reason and len(request.branches) > 1:
+                self.planner.end(branch)
+            elif chunk.finish_reason:
                 self._finish(opened, chunk.finish_reason)
             opened.deliver(chunk)  # whoever sees the last chunk can rely on the blocks being free
+
+    def _receive_candidates(
+        self, opened: OpenRequest, beams: BeamSearch, results: Sequence[ChunkResult]
+    ) -> None:
+        candidates = [result.candidates for result in results if result.chunk.draws]
+        self.planner.advance_beams([result.chunk for result in results], candidates)
+        if beams.done:
+            self._finish(opened, beams.results()[0].finish_reason)
+            for chunk in opened.receive_beams():
+                opened.deliver(chunk)
 
     def _end(self, opened: OpenRequest, reason: FinishReason) -> None:
         self._finish(opened, reason)
@@ -263,14 +298,14 @@ class Engine:
         """How full the cache is while the step runs: before those that finish in it are freed."""
         if not self.plugins.observes("step_finished"):
             return None
-        computed = sum(branch.num_computed for branch in self.planner.branches())
-        used = self.planner.pool.num_used
+        pool = self.planner.pool
         return {
             "num_running": len(self.planner.running),
             "num_waiting": len(self.planner.waiting),
-            "blocks_used": used,
-            "kv_tokens": computed + plan.num_tokens,
-            "kv_slots": used * self.info.block_size,
+            "blocks_used": pool.num_used,
+            "blocks_cached": pool.num_cached,
+            "kv_tokens": self.planner.kv_tokens(plan),
+            "kv_slots": pool.num_used * self.info.block_size,
         }
 
     def _observe(self, plan: StepPlan, occupied: dict[str, int] | None, started: float) -> None:
@@ -286,6 +321,9 @@ class Engine:
             decode_tokens=decodes,
             recomputed_tokens=sum(chunk.num_recomputed for chunk in plan.chunks),
             preempted=len(plan.preempted),
+            blocks_copied=len(plan.copies),
+            blocks_swapped_out=len(plan.swapped_out),
+            blocks_swapped_in=len(plan.swapped_in),
             blocks_total=self.planner.pool.num_blocks,
             **occupied,
         )
@@ -296,7 +334,12 @@ class Engine:
 
 
 def _check_fields(
-    params: object, request_id: object, priority: object, user: object, metadata: object
+    params: object,
+    request_id: object,
+    priority: object,
+    user: object,
+    metadata: object,
+    cache_salt: object,
 ) -> None:
     """Raise `ValueError` for what a scheduling policy or an observer would stumble over."""
     if not isinstance(params, SamplingParams):
@@ -305,8 +348,9 @@ def _check_fields(
         raise ValueError(f"request_id must be a text that is not empty, not {request_id!r}")
     if not isinstance(priority, int):
         raise ValueError(f"priority must be an integer, not {priority!r}")
-    if not isinstance(user, str):
-        raise ValueError(f"user must be a text, not {user!r}")
+    for name, value in (("user", user), ("cache_salt", cache_salt)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, not {value!r}")
     if not isinstance(metadata, Mapping | None):
         raise ValueError(f"metadata must be a mapping, not {type(metadata).__name__}")
 

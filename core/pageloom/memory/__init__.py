@@ -1,6 +1,18 @@
 """KV memory as integers: which block belongs to whom. No tensors here."""
 
 from pageloom.memory.pool import BlockPool, IntegrityError, check_integrity
-from pageloom.memory.table import BlockTable, blocks_for
+from pageloom.memory.prefix import BlockKey, block_key, root_hash
+from pageloom.memory.table import BlockTable, blocks_for, distinct_blocks, move
 
-__all__ = ["BlockPool", "BlockTable", "IntegrityError", "blocks_for", "check_integrity"]
+__all__ = [
+    "BlockKey",
+    "BlockPool",
+    "BlockTable",
+    "IntegrityError",
+    "block_key",
+    "blocks_for",
+    "check_integrity",
+    "distinct_blocks",
+    "move",
+    "root_hash",
+]

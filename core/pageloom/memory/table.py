@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 
 from pageloom.memory.pool import BlockPool
 
@@ -16,13 +17,13 @@ class BlockTable:
     """The blocks of one branch, in order: position p is in ``blocks[p // block_size]``.
 
     ``blocks`` is an ``int32`` buffer, so that numpy can read it without copying; only this class
-    changes it.
+    changes it. Tables may share blocks; a shared block is copied before it is written.
     """
 
-    __slots__ = ("_pool", "block_size", "blocks")
+    __slots__ = ("block_size", "blocks", "pool")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self.block_size = block_size
         self.blocks = array("i")
 
@@ -40,10 +41,66 @@ class BlockTable:
         has too few free blocks; then nothing is changed."""
         missing = self.missing(num_tokens)
         if missing:
-            self.blocks.extend(self._pool.allocate(missing))
+            self.blocks.extend(self.pool.allocate(missing))
+
+    def extend(self, blocks: Iterable[int]) -> None:
+        """Go on with ``blocks`` that are in the pool already and hold the right tokens."""
+        blocks = array("i", blocks)
+        self.pool.share(blocks)
+        self.blocks.extend(blocks)
+
+    def fork(self) -> BlockTable:
+        """A table of the same blocks, which both share from now on."""
+        fork = BlockTable(self.pool, self.block_size)
+        fork.extend(self.blocks)
+        return fork
+
+    def shares(self, position: int) -> bool:
+        """Whether the block that ``position`` lies in is shared, so that a write copies it.
+
+        False if there is no such block yet.
+        """
+        index = position // self.block_size
+        return index < len(self.blocks) and self.pool.references(self.blocks[index]) > 1
+
+    def copy_on_write(self, position: int) -> tuple[int, int]:
+        """Replace the shared block of ``position`` by a new one; returns which block must be
+        copied to which. Raises `ValueError` if the pool has no free block."""
+        index = position // self.block_size
+        source = self.blocks[index]
+        (target,) = self.pool.allocate(1)
+        self.pool.release([source])
+        self.blocks[index] = target
+        return source, target
 
     def release(self) -> None:
         """Give every block back. The table is then empty and may grow again."""
         # From the end, so that the pool's stack hands the first blocks out first.
-        self._pool.release(reversed(self.blocks))
+        self.pool.release(reversed(self.blocks))
         del self.blocks[:]
+
+
+def distinct_blocks(tables: Sequence[BlockTable]) -> int:
+    """How many blocks ``tables`` hold together."""
+    if len(tables) == 1:
+        return len(tables[0].blocks)
+    return len({block for table in tables for block in table.blocks})
+
+
+def move(tables: Sequence[BlockTable], pool: BlockPool) -> list[tuple[int, int]]:
+    """Move ``tables`` to blocks of another pool, where they share among themselves as before.
+
+    Returns where the content must be copied: (block of the old pool, block of ``pool``). Raises
+    `ValueError` if ``pool`` has fewer free blocks than `distinct_blocks`; then nothing is changed.
+    """
+    sources = list(dict.fromkeys(block for table in tables for block in table.blocks))
+    targets = pool.allocate(len(sources))
+    moved = dict(zip(sources, targets, strict=True))
+    for table in tables:
+        blocks = array("i", [moved[block] for block in table.blocks])
+        pool.share(blocks)
+        table.release()
+        table.pool = pool
+        table.blocks.extend(blocks)
+    pool.release(targets)  # the tables hold them now
+    return list(moved.items())

@@ -27,6 +27,7 @@ class SampleRow:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # so far
     eos_token_ids: Collection[int]
+    index: int = 0  # of the branch among those that share the seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class Sampler:
 
     A draw inverts the cumulative distribution at one uniform number per row, which is an order
     of magnitude cheaper on a CPU than noise for every token of the vocabulary. For a row with a
-    seed, that number depends only on the seed and the position in the output, so the draw is
-    the same in any batch and after any preemption. Rows without one share the sampler's stream.
+    seed, that number depends only on the seed, the branch and the position in the output, so the
+    draw is the same in any batch and after any preemption. Rows without one share the sampler's
+    stream.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -93,6 +95,18 @@ class Sampler:
         tokens, *host_scores = to_host(token_ids.to(torch.int32), *scores)
         return build_logprobs(tokens.tolist(), [num_top] * len(tokens), *host_scores)
 
+    @torch.inference_mode()
+    def candidates(self, logits: torch.Tensor, count: int) -> list[list[tuple[int, float]] | None]:
+        """The ``count`` likeliest tokens of each row of ``logits`` (float32 [N, V], unchanged), or
+        all, with their log-probabilities, likeliest first.
+
+        None for rows whose logits hold NaN or +inf, or are all -inf.
+        """
+        values, tokens = logits.log_softmax(1).topk(min(count, logits.shape[1]))
+        host_tokens, host_values = to_host(tokens.to(torch.int32), values)
+        rows = zip(host_tokens.tolist(), host_values.tolist(), strict=True)
+        return [None if math.isnan(v[0]) else list(zip(t, v, strict=True)) for t, v in rows]
+
     def _choose(
         self, logits: torch.Tensor, rows: Sequence[SampleRow]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +140,7 @@ class Sampler:
         if row.params.seed is None:
             bits = self._random.getrandbits(24)
         else:
-            counter = struct.pack("<qq", row.params.seed, len(row.output_token_ids))
+            counter = struct.pack("<qqq", row.params.seed, row.index, len(row.output_token_ids))
             bits = int.from_bytes(blake2b(counter, digest_size=3).digest(), "little")
         return bits * 2.0**-24
 

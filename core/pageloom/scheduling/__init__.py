@@ -1,7 +1,7 @@
 """Requests, their branches, and the plan of a step. Integers only."""
 
 from pageloom.scheduling.params import SamplingParams
-from pageloom.scheduling.plan import Chunk, Limits, StepPlan
+from pageloom.scheduling.plan import Chunk, Limits, PreemptionMode, StepPlan
 from pageloom.scheduling.planner import Planner, PolicyError, RequestTooLargeError
 from pageloom.scheduling.request import Branch, FinishReason, Request
 
@@ -12,6 +12,7 @@ __all__ = [
     "Limits",
     "Planner",
     "PolicyError",
+    "PreemptionMode",
     "Request",
     "RequestTooLargeError",
     "SamplingParams",

@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from pageloom.scheduling.beams import EarlyStopping
+
+MAX_N = 128
+MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_STOP = 16  # strings
@@ -17,15 +21,47 @@ MAX_STOP_TOKEN_IDS = 256
 # outside [0.01, 100].
 MIN_TEMPERATURE = 1e-4
 
+# Fields that beam search does not support, and the values of each that ask for nothing.
+NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0),
+    "top_k": (0, -1),
+    "top_p": (1.0,),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": (None, {}),
+    "seed": (None,),
+    "stop": ((),),
+    "logprobs": (None,),
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Names and meanings are vLLM's. Checked when made: `ValueError` names the field at fault.
+    """Names and meanings are vLLM's; those of beam search are transformers'. Checked when made:
+    `ValueError` names the field at fault.
 
     The steps apply in this order: logit bias and the ban of ``min_tokens``; the penalties;
     then, at temperature 0, the likeliest token, otherwise temperature, min_p, top_k and top_p,
     each over what the one before left.
     """
+
+    n: int = 1
+    """Outputs to return: drawn independently from one prefill, or the best of the beams."""
+
+    beam_width: int | None = None
+    """Search for the likeliest outputs with this many beams. Nothing is drawn at random, so what
+    belongs to that is refused beside it, as are penalties, logit bias, stop strings and the
+    log-probabilities of output tokens."""
+
+    length_penalty: float = 1.0
+    """Outputs of a beam search rank by the sum of their log-probabilities, divided by their length
+    to this power: more favors longer ones. Only with ``beam_width``."""
+
+    early_stopping: EarlyStopping = False
+    """When a beam search is over, once ``beam_width`` outputs have ended: True, at once; False,
+    when no live beam is likely to beat them; "never", when none can. Only with ``beam_width``."""
 
     temperature: float = 1.0
     """Divides the logits; 0 is greedy decoding, which ignores ``min_p``, ``top_k``, ``top_p``."""
@@ -54,8 +90,8 @@ class SamplingParams:
     """Added to the logits of these token ids; each in [-100, 100]. Kept as a read-only copy."""
 
     seed: int | None = None
-    """Makes the request repeatable, in whatever batch it runs and however often it is preempted.
-    A signed 64-bit integer."""
+    """Makes the request repeatable, in whatever batch it runs and however often it is preempted;
+    its ``n`` outputs still differ. A signed 64-bit integer."""
 
     stop: str | Sequence[str] | None = None
     """Strings that end the output where they first appear in its text. Kept as a tuple."""
@@ -88,6 +124,12 @@ class SamplingParams:
     """Leave special tokens such as ``<|im_end|>`` out of the text."""
 
     def __post_init__(self) -> None:
+        self._check_integer("n", 1, MAX_N)
+        if self.beam_width is not None:
+            self._check_integer("beam_width", 2, MAX_BEAM_WIDTH, also=", or None for no beams")
+        self._check_real("length_penalty", -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise self._wrong("early_stopping", 'True, False or "never"')
         if not _is_real(self.temperature) or self.temperature != 0:
             self._check_real("temperature", MIN_TEMPERATURE, 100, also=", or 0 for greedy decoding")
         self._check_integer("top_k", -1, also="; 0 or -1 keeps every token")
@@ -115,6 +157,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self._checked_bias())
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_tokens())
+        self._check_beam_search()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by its values: a read-only mapping cannot be by itself."""
@@ -163,6 +206,29 @@ class SamplingParams:
         if not _is_integer(value) or value < low or (high is not None and value > high):
             span = f"{low} or more" if high is None else f"from {low} to {high}"
             raise self._wrong(name, f"an integer {span}{also}")
+
+    def _check_beam_search(self) -> None:
+        """Between beams and other fields. Refused rather than ignored."""
+        if self.beam_width is None:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)!r}, but without beam_width there is no "
+                        "beam search; set beam_width too"
+                    )
+            return
+        if self.n > self.beam_width:
+            raise ValueError(
+                f"n is {self.n}, more than beam_width, {self.beam_width}; "
+                "lower n or raise beam_width"
+            )
+        for name, harmless in NOT_WITH_BEAMS.items():
+            if (value := getattr(self, name)) not in harmless:
+                shown = dict(value) if isinstance(value, Mapping) else value
+                raise ValueError(
+                    f"{name} is {shown!r}, but beam search does not support it; leave it at its "
+                    "default, or leave out beam_width"
+                )
 
     def _checked_bias(self) -> Mapping[int, float] | None:
         if self.logit_bias is None:

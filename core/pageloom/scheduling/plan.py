@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pageloom.contract import Refusal, RequestView
-from pageloom.memory import BlockPool
+from pageloom.memory import BlockPool, distinct_blocks, move
 from pageloom.scheduling.request import Branch, Request, Status, View
+
+PreemptionMode = Literal["auto", "recompute", "swap"]
+BlockPairs = Sequence[tuple[int, int]]  # (source, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class Limits:
     max_model_len: int  # tokens of prompt and output
     block_size: int  # tokens
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    preemption_mode: PreemptionMode = "auto"  # auto swaps requests that have several branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +33,15 @@ class Chunk:
     branch: Branch
     start: int
     num_tokens: int
-    samples: bool  # whether this is all that was pending, so that the next token can be sampled
+    draws: int  # next tokens to draw: 0 until nothing else is pending, several where it forks
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        return self.draws > 0
 
     @property
     def is_decode(self) -> bool:
@@ -47,11 +57,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does. Blocks are taken and given back already; queues have yet to follow."""
+    """What one step does, in this order: swap out, swap in, copy, compute.
+
+    Blocks are taken and given back already; queues have yet to follow.
+    """
 
     chunks: tuple[Chunk, ...]
-    admitted: tuple[Request, ...]
-    preempted: tuple[Request, ...]
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = ()
+    swapped_out: BlockPairs = ()  # from the pool to the host pool
+    swapped_in: BlockPairs = ()  # from the host pool to the pool
+    copies: BlockPairs = ()  # within the pool
 
     @property
     def num_tokens(self) -> int:
@@ -69,27 +85,39 @@ class DraftPlan:
     def __init__(
         self,
         pool: BlockPool,
+        host: BlockPool | None,
         limits: Limits,
         running: Mapping[str, Request],
         waiting: Mapping[str, Request],
     ) -> None:
         self._pool = pool
+        self._host = host
         self._limits = limits
         self._running = running
         self._waiting = waiting
         self._tokens_left = limits.max_num_batched_tokens
-        self._seats_left = limits.max_num_seqs - sum(len(r.branches) for r in running.values())
+        self._seats_left = limits.max_num_seqs - sum(r.seats for r in running.values())
         self._refusal: Refusal | None = None
         self._chunks: list[Chunk] = []
         self._admitted: list[Request] = []
         self._preempted: list[Request] = []
+        self._swapped_out: list[tuple[int, int]] = []
+        self._swapped_in: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
         self._settled: set[Request] = set()
         self._closed = False
 
     def close(self) -> StepPlan:
         """End the planning: from now on every call of the policy's raises `ValueError`."""
         self._closed = True
-        return StepPlan(tuple(self._chunks), tuple(self._admitted), tuple(self._preempted))
+        return StepPlan(
+            chunks=tuple(self._chunks),
+            admitted=tuple(self._admitted),
+            preempted=tuple(self._preempted),
+            swapped_out=tuple(self._swapped_out),
+            swapped_in=tuple(self._swapped_in),
+            copies=tuple(self._copies),
+        )
 
     @property
     def tokens_left(self) -> int:
@@ -112,26 +140,21 @@ class DraftPlan:
         target = self._open(request)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens must be an integer of at least 1, not {max_tokens!r}")
-        branch = target.branches[0]
-        waiting = target.status is Status.WAITING
-        granted = self._affordable(branch.num_pending, max_tokens)
-        if waiting and self._seats_left < len(target.branches):
-            return self._refuse("seats")
-        if not granted:
-            return self._refuse("tokens")
-        end = branch.num_computed + granted
-        if branch.table.missing(end) > self._pool.num_free:
-            return self._refuse("blocks")
-
-        branch.table.grow(end)
-        samples = granted == branch.num_pending
-        self._chunks.append(Chunk(branch, branch.num_computed, granted, samples))
-        self._tokens_left -= granted
-        self._settled.add(target)
-        if waiting:
-            self._seats_left -= len(target.branches)
-            self._admitted.append(target)
+        if target.status is Status.WAITING and self._seats_left < target.seats:
+            self._refusal = "seats"
+            return 0
+        budget = self._tokens_left if max_tokens is None else min(max_tokens, self._tokens_left)
         self._refusal = None
+        granted = self._run_together(target, budget)
+        if granted is None:
+            granted = self._catch_up(target, budget)
+        if not granted:
+            return 0
+        self._refusal = None
+        self._settled.add(target)
+        if target.status is Status.WAITING:
+            self._seats_left -= target.seats
+            self._admitted.append(target)
         return granted
 
     def preempt(self, request: RequestView) -> None:
@@ -139,10 +162,15 @@ class DraftPlan:
         target = self._open(request)
         if target.status is not Status.RUNNING:
             raise ValueError(f"request {target.request_id} is not running")
-        for branch in target.branches:
-            branch.drop()
+        tables = [branch.table for branch in target.branches]
+        if self._host and self._swaps(target) and distinct_blocks(tables) <= self._host.num_free:
+            self._swapped_out += move(tables, self._host)
+            target.swapped = True
+        else:
+            for branch in target.branches:
+                branch.drop()
         target.num_preemptions += 1
-        self._seats_left += len(target.branches)
+        self._seats_left += target.seats
         self._preempted.append(target)
         self._settled.add(target)
 
@@ -151,11 +179,114 @@ class DraftPlan:
         target = self._request_of(request)
         return target.status is Status.RUNNING and target not in self._settled
 
-    def _affordable(self, pending: int, max_tokens: int | None) -> int:
-        """How much of ``pending`` the token budget and the policy's own limit leave."""
-        most = min(pending, self._tokens_left, max_tokens or pending)
-        whole = pending > 1 and not self._limits.enable_chunked_prefill
-        return 0 if whole and most < pending else most
+    # -- granting ---------------------------------------------------------------------------
+
+    def _run_together(self, target: Request, budget: int) -> int | None:
+        """Grant every branch its newest token, or none; None if a branch has more pending."""
+        branches = target.branches
+        for branch in branches:
+            if branch.num_pending > 1:
+                return None
+        if len(branches) > budget:
+            return self._refuse("tokens")
+        missing = distinct_blocks([b.table for b in branches]) if target.swapped else 0
+        for branch in branches:
+            missing += branch.table.missing(branch.num_tokens)
+        missing += _copies_needed(branches)
+        if missing > self._pool.num_free:
+            return self._refuse("blocks")
+        self._swap_in(target)
+        for branch in branches:
+            self._grant(branch, 1)
+        return len(branches)
+
+    def _catch_up(self, target: Request, budget: int) -> int:
+        """Grant prompt, or what has to be computed again, as far as it fits.
+
+        The branches of a request draw their next tokens together, so each of several is left
+        with its newest token pending.
+        """
+        total = 0
+        left_over = 0 if len(target.branches) == 1 else 1
+        for branch in target.branches:
+            if branch.num_pending > left_over:
+                granted = self._extend(branch, budget - total, left_over)
+                total += granted
+                if not granted:
+                    break
+        return total
+
+    def _extend(self, branch: Branch, budget: int, left_over: int) -> int:
+        """Grant one branch what it has pending but for ``left_over`` tokens, or a part of it."""
+        target, size = branch.request, self._limits.block_size
+        reused = self._find_computed(branch, (branch.num_tokens - 1 - left_over) // size)
+        start = branch.num_computed + len(reused) * size
+        pending = branch.num_tokens - start - left_over
+        granted = min(pending, budget)
+        if not granted or (granted < pending and not self._limits.enable_chunked_prefill):
+            return self._refuse("tokens")
+        missing = branch.table.missing(start + granted) - len(reused) + branch.table.shares(start)
+        missing += sum(not self._pool.references(block) for block in reused)
+        if target.swapped:
+            missing += distinct_blocks([b.table for b in target.branches])
+        if missing > self._pool.num_free:
+            return self._refuse("blocks")
+        self._swap_in(target)
+        if reused:
+            branch.table.extend(reused)
+            branch.num_computed = start
+            if not target.num_preemptions:
+                target.num_cached += len(reused) * size
+        return self._grant(branch, granted)
+
+    def _find_computed(self, branch: Branch, limit: int) -> list[int]:
+        """Blocks that go on where the branch's table ends, up to block ``limit`` of the table, and
+        hold its tokens or will when this step has run."""
+        request, size = branch.request, self._limits.block_size
+        first, offset = divmod(branch.num_computed, size)
+        if offset or request.swapped:
+            return []
+        found: list[int] = []
+        if not first and branch is not request.branches[0]:
+            table = request.branches[0].table
+            found = table.blocks[: min(limit, len(request.prompt_token_ids) // size)].tolist()
+        # What is read from the cache is not computed, and so yields no log-probabilities.
+        if self._limits.enable_prefix_caching and request.params.prompt_logprobs is None:
+            for index in range(first + len(found), limit):
+                block = self._pool.find(branch.key(index))
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def _grant(self, branch: Branch, num_tokens: int) -> int:
+        """Run the next ``num_tokens`` of a branch; the blocks that this takes are free."""
+        request, table, size = branch.request, branch.table, self._limits.block_size
+        start, stop = branch.num_computed, branch.num_computed + num_tokens
+        if table.shares(start):
+            self._copies.append(table.copy_on_write(start))
+        table.grow(stop)
+        draws = 0
+        if stop == branch.num_tokens:
+            forks = request.beams is None and not branch.output_token_ids
+            draws = request.seats if forks else 1
+        self._chunks.append(Chunk(branch, start, num_tokens, draws))
+        self._tokens_left -= num_tokens
+        if self._limits.enable_prefix_caching:
+            for index in range(start // size, stop // size):
+                self._pool.register(branch.key(index), table.blocks[index])
+        return num_tokens
+
+    def _swap_in(self, target: Request) -> None:
+        if target.swapped:
+            self._swapped_in += move([branch.table for branch in target.branches], self._pool)
+            target.swapped = False
+
+    def _swaps(self, target: Request) -> bool:
+        mode = self._limits.preemption_mode
+        return mode == "swap" or (mode == "auto" and len(target.branches) > 1)
+
+    # -- checks -----------------------------------------------------------------------------
 
     def _open(self, view: RequestView) -> Request:
         """The request behind the view, if this plan has not decided over it yet."""
@@ -179,3 +310,15 @@ class DraftPlan:
     def _refuse(self, why: Refusal) -> Literal[0]:
         self._refusal = why
         return 0
+
+
+def _copies_needed(branches: Sequence[Branch]) -> int:
+    """Blocks that are copied when each of ``branches`` writes its next token."""
+    writers = Counter(
+        branch.table.blocks[branch.num_computed // branch.table.block_size]
+        for branch in branches
+        if branch.table.shares(branch.num_computed)
+    )
+    pool = branches[0].table.pool
+    # The last who holds a block writes in place.
+    return sum(count - (pool.references(block) == count) for block, count in writers.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pageloom.contract import RequestRecord, RequestView, Scheduler
@@ -53,6 +53,9 @@ class Planner:
 
     A request is added, planned for step after step, advanced by what the step sampled, and
     finished. Not thread-safe: it belongs to the engine's thread.
+
+    ``pool`` is where KV is computed; ``host`` takes the blocks of requests that are swapped out,
+    and without it none is.
     """
 
     # A plan that does nothing while there are requests is a policy that is stuck. One is forgiven:
@@ -69,10 +72,12 @@ class Planner:
         limits: Limits,
         *,
         policy: str,
+        host: BlockPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.pool = pool
+        self.host = host
         self.limits = limits
         self.policy = policy
         self.clock = clock
@@ -103,7 +108,7 @@ class Planner:
         Raises `PolicyError` if the policy raises or is stuck. No block is lost then, and every
         request can still be finished.
         """
-        draft = DraftPlan(self.pool, self.limits, self.running, self.waiting)
+        draft = DraftPlan(self.pool, self.host, self.limits, self.running, self.waiting)
         view = QueueView(
             now=self.clock(),
             running=tuple(request.view for request in self.running.values()),
@@ -121,14 +126,48 @@ class Planner:
         self._detect_stall(plan)
         return plan
 
-    def advance(self, chunk: Chunk, token_id: int | None) -> None:
-        """Record that a chunk was computed, and the token sampled from it (None if none was)."""
-        branch = chunk.branch
-        branch.num_computed = chunk.stop
-        if token_id is not None:
-            branch.output_token_ids.append(token_id)
-            if branch.request.first_token_time is None:
-                branch.request.first_token_time = self.clock()
+    def advance(self, chunk: Chunk, token_ids: Sequence[int] = ()) -> None:
+        """Record that a chunk was computed, and the ``chunk.draws`` tokens drawn after it.
+
+        Several tokens fork the branch: each becomes the first of one of the request's branches.
+        """
+        request = chunk.branch.request
+        chunk.branch.num_computed = chunk.stop
+        if not token_ids:
+            return
+        if len(token_ids) > 1:
+            request.fork()
+            for branch, token_id in zip(request.branches, token_ids, strict=True):
+                branch.output_token_ids.append(token_id)
+        else:
+            chunk.branch.output_token_ids.append(token_ids[0])
+        self._note_first_token(request)
+
+    def advance_beams(
+        self, chunks: Sequence[Chunk], candidates: Sequence[Sequence[tuple[int, float]]]
+    ) -> None:
+        """`advance` for the chunks of one beam request, one per live beam and in their order.
+
+        ``candidates`` has a list of (token id, log-probability) per chunk, the likeliest first,
+        ``request.beams.num_candidates`` of them; nothing if the chunks drew none. Once
+        ``request.beams.done`` the request is to be finished.
+        """
+        request = chunks[0].branch.request
+        for chunk in chunks:
+            chunk.branch.num_computed = chunk.stop
+        if candidates and request.beams is not None:
+            beams = [branch.output_token_ids for branch in request.branches]
+            if choices := request.beams.step(beams, candidates):
+                request.reorder(choices)
+            self._note_first_token(request)
+
+    def end(self, branch: Branch) -> None:
+        """End one of several branches of a request and give its blocks and its seat back."""
+        request = branch.request
+        request.branches.remove(branch)
+        request.finished_tokens += len(branch.output_token_ids)
+        request.seats -= 1
+        branch.table.release()
 
     def finish(self, request: Request, reason: FinishReason) -> RequestRecord:
         """End a request in whatever state it is, free its blocks and tell what became of it."""
@@ -137,6 +176,8 @@ class Planner:
         self.running.pop(request.request_id, None)
         self.waiting.pop(request.request_id, None)
         for branch in request.branches:
+            if not request.swapped:
+                self.pool.forget(_doubtful(branch, reason))
             branch.table.release()
         request.status = Status.FINISHED
         request.finish_reason = reason
@@ -146,7 +187,7 @@ class Planner:
             finish_reason=reason,
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=request.num_cached,
-            output_tokens=sum(len(branch.output_token_ids) for branch in request.branches),
+            output_tokens=request.returned_tokens,
             preemptions=request.num_preemptions,
             arrived=request.arrival_time,
             first_scheduled=request.first_scheduled_time,
@@ -154,26 +195,42 @@ class Planner:
             finished=self.clock(),
         )
 
-    def branches(self) -> Iterator[Branch]:
-        """Branches of running requests: all that hold blocks."""
-        return (branch for request in self.running.values() for branch in request.branches)
+    def kv_tokens(self, plan: StepPlan) -> int:
+        """Token states in the used blocks once ``plan`` has run, each counted once however many
+        branches share it."""
+        stops = {chunk.branch: chunk.stop for chunk in plan.chunks}
+        tokens = blocks = 0
+        for request in self.running.values():
+            filled: dict[int, int] = {}
+            for branch in request.branches:
+                stop, held = stops.get(branch, branch.num_computed), branch.table.blocks
+                if len(request.branches) == 1:
+                    tokens, blocks = tokens + stop, blocks + len(held)
+                    break
+                for index, block in enumerate(held):
+                    size = min(stop - index * self.limits.block_size, self.limits.block_size)
+                    filled[block] = max(filled.get(block, 0), size)
+            tokens, blocks = tokens + sum(filled.values()), blocks + len(filled)
+        # What requests share with each other are full blocks.
+        return tokens - (blocks - self.pool.num_used) * self.limits.block_size
 
     def check_integrity(self) -> None:
         """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly, or if a
         branch has computed more than its blocks hold."""
-        branches = [
-            branch
-            for queue in (self.running, self.waiting)
-            for request in queue.values()
-            for branch in request.branches
-        ]
-        check_integrity(self.pool, [branch.table for branch in branches])
+        requests = [*self.running.values(), *self.waiting.values()]
+        branches = [branch for request in requests for branch in request.branches]
+        for pool in filter(None, (self.pool, self.host)):
+            check_integrity(pool, [b.table for b in branches if b.table.pool is pool])
         for branch in branches:
             if branch.num_computed > branch.table.capacity:
                 raise IntegrityError(
                     f"request {branch.request.request_id} has {branch.num_computed} tokens "
                     f"computed, but its blocks hold {branch.table.capacity}"
                 )
+
+    def _note_first_token(self, request: Request) -> None:
+        if request.first_token_time is None:
+            request.first_token_time = self.clock()
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         for request in plan.admitted:
@@ -222,15 +279,28 @@ class Planner:
                 f"{name} has a prompt of {prompt} tokens, but max_model_len is "
                 f"{limits.max_model_len} and must leave room for one output token"
             )
+        if request.seats > limits.max_num_seqs:
+            raise RequestTooLargeError(
+                f"{name} has {request.seats} branches (n or beam_width), but max_num_seqs is "
+                f"{limits.max_num_seqs}"
+            )
+        if request.seats > limits.max_num_batched_tokens:
+            raise RequestTooLargeError(
+                f"{name} has {request.seats} branches (n or beam_width), which compute a token "
+                f"each in one step, but max_num_batched_tokens is {limits.max_num_batched_tokens}"
+            )
         asked, room = request.params.max_tokens, limits.max_model_len - prompt
         output = min(asked or 1, room)  # what it needs at least
         computed = prompt + output - 1
-        needed = blocks_for(computed, limits.block_size)
+        shared = prompt // limits.block_size  # blocks that all branches share
+        needed = shared + request.seats * (blocks_for(computed, limits.block_size) - shared)
         if needed > self.pool.num_blocks:
+            branches = f", {request.seats} branches" if request.seats > 1 else ""
             raise RequestTooLargeError(
-                f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens, "
-                f"{limits.block_size} per block), but the pool has {self.pool.num_blocks}; "
-                f"shorten it, or raise kv_cache.memory (or kv_cache.num_blocks)"
+                f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens"
+                f"{branches}, {limits.block_size} per block), but the pool has "
+                f"{self.pool.num_blocks}; shorten it, or raise kv_cache.memory (or "
+                f"kv_cache.num_blocks)"
             )
         if not limits.enable_chunked_prefill and computed > limits.max_num_batched_tokens:
             raise RequestTooLargeError(
@@ -240,7 +310,16 @@ class Planner:
             )
         if asked is not None:
             return output
-        most = self.pool.num_blocks * limits.block_size
+        per_branch = (self.pool.num_blocks - shared) // request.seats
+        most = (shared + per_branch) * limits.block_size
         if not limits.enable_chunked_prefill:
             most = min(most, limits.max_num_batched_tokens)
         return min(room, most + 1 - prompt)
+
+
+def _doubtful(branch: Branch, reason: FinishReason) -> Sequence[int]:
+    """Blocks of an ending branch that others must not find: those that no step has filled, and
+    all of them after a failure."""
+    blocks = branch.table.blocks
+    filled = 0 if reason == "error" else branch.num_computed // branch.table.block_size
+    return blocks[filled:]

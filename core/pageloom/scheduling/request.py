@@ -7,7 +7,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pageloom.memory import BlockPool, BlockTable
+from pageloom.memory import BlockKey, BlockPool, BlockTable, block_key, root_hash
+from pageloom.scheduling.beams import BeamSearch
 from pageloom.scheduling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -22,7 +23,15 @@ class Status(Enum):
 class Branch:
     """One sequence of a request: the shared prompt and its own output, and where its KV is."""
 
-    __slots__ = ("index", "num_computed", "output_token_ids", "recompute_until", "request", "table")
+    __slots__ = (
+        "_keys",
+        "index",
+        "num_computed",
+        "output_token_ids",
+        "recompute_until",
+        "request",
+        "table",
+    )
 
     def __init__(self, request: Request, index: int, table: BlockTable) -> None:
         self.request = request
@@ -31,6 +40,7 @@ class Branch:
         self.output_token_ids: list[int] = []
         self.num_computed = 0  # tokens whose KV is in the table's blocks
         self.recompute_until = 0  # tokens that were computed before a preemption dropped them
+        self._keys: list[BlockKey] = []  # of the first blocks, as far as somebody asked
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +49,15 @@ class Branch:
     @property
     def num_pending(self) -> int:
         return self.num_tokens - self.num_computed
+
+    def fork(self, index: int) -> Branch:
+        """Another branch with the same tokens in the same blocks."""
+        fork = Branch(self.request, index, self.table.fork())
+        fork.output_token_ids = self.output_token_ids[:]
+        fork.num_computed = self.num_computed
+        fork.recompute_until = self.recompute_until
+        fork._keys = self._keys[:]
+        return fork
 
     def drop(self) -> None:
         """Give the blocks back; everything computed so far is pending again."""
@@ -55,15 +74,25 @@ class Branch:
             return prompt[start:stop]
         return [*prompt[start:], *self.output_token_ids[: stop - len(prompt)]]
 
+    def key(self, index: int) -> BlockKey:
+        """What the block ``index`` of the table holds once it is full. Its tokens must be known."""
+        size = self.table.block_size
+        for i in range(len(self._keys), index + 1):
+            parent = self._keys[-1].hash if i else self.request.root_hash
+            self._keys.append(block_key(parent, self.tokens(i * size, (i + 1) * size)))
+        return self._keys[index]
+
 
 class Request:
     """What a client asked for and how far it has come. Only the planner changes its state."""
 
     __slots__ = (
         "arrival_time",
+        "beams",
         "branches",
         "eos_token_ids",
         "finish_reason",
+        "finished_tokens",
         "first_scheduled_time",
         "first_token_time",
         "max_tokens",
@@ -74,8 +103,11 @@ class Request:
         "priority",
         "prompt_token_ids",
         "request_id",
+        "root_hash",
+        "seats",
         "status",
         "stop_token_ids",
+        "swapped",
         "user",
         "view",
     )
@@ -91,6 +123,7 @@ class Request:
         priority: int = 0,
         user: str = "",
         metadata: Mapping[str, Any] = MappingProxyType({}),
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -104,8 +137,13 @@ class Request:
         self.user = user
         self.metadata = MappingProxyType(dict(metadata))
         self.max_tokens = 0  # set on arrival, when it is known what there is room for
-        self.branches: list[Branch] = []
+        self.root_hash = root_hash(cache_salt)
+        self.seats = params.beam_width or params.n  # branches that it has or will have
+        self.branches: list[Branch] = []  # that have not ended
+        self.beams: BeamSearch | None = None
+        self.finished_tokens = 0  # output of branches that have ended
         self.status = Status.WAITING
+        self.swapped = False  # whether its blocks are in the host pool
         self.num_cached = 0
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
@@ -117,9 +155,52 @@ class Request:
         """Make the first branch; its table is empty until the request is admitted."""
         self.max_tokens = max_tokens
         self.branches = [Branch(self, 0, BlockTable(pool, block_size))]
+        if self.params.beam_width is not None:
+            self.beams = BeamSearch(
+                self.params.beam_width,
+                length_penalty=self.params.length_penalty,
+                early_stopping=self.params.early_stopping,
+                max_tokens=max_tokens,
+                min_tokens=self.params.min_tokens,
+                eos_token_ids=self.eos_token_ids if not self.params.ignore_eos else (),
+                stop_token_ids=self.params.stop_token_ids,
+                num_return=self.params.n,
+            )
+
+    def fork(self) -> None:
+        """Make the branches of parallel sampling, once the prompt is computed."""
+        first = self.branches[0]
+        self.branches += [first.fork(index) for index in range(1, self.seats)]
+
+    def reorder(self, choices: Sequence[tuple[int, int]]) -> None:
+        """Make each (branch, token id) of ``choices`` a branch; those not chosen end."""
+        parents, self.branches = self.branches, []
+        first: dict[int, int] = {}  # the choice by which a parent lives on
+        for index, (chosen, _) in enumerate(choices):
+            lives_on = first.setdefault(chosen, index) == index
+            self.branches.append(parents[chosen] if lives_on else parents[chosen].fork(index))
+        for index, (branch, (_, token_id)) in enumerate(zip(self.branches, choices, strict=True)):
+            branch.index = index
+            branch.output_token_ids.append(token_id)
+        for chosen, parent in enumerate(parents):
+            if chosen not in first:
+                parent.table.release()
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all branches, those that have ended included."""
+        live = sum(len(branch.output_token_ids) for branch in self.branches)
+        return self.finished_tokens + live
+
+    @property
+    def returned_tokens(self) -> int:
+        """Output tokens that its client gets: of beams, those of the best."""
+        if self.beams is None:
+            return self.output_tokens
+        return sum(len(output.token_ids) for output in self.beams.results())
 
     def stop_reason_of(self, branch: Branch) -> FinishReason | None:
-        """Why the branch ends with the token it got last, or None if it goes on."""
+        """Why a branch that is no beam ends with the token it got last, or None if it goes on."""
         count = len(branch.output_token_ids)
         last = branch.output_token_ids[-1]
         if last in self.stop_token_ids and count >= self.params.min_tokens:
@@ -161,7 +242,7 @@ class View:
 
     @property
     def num_branches(self) -> int:
-        return len(self._request.branches)
+        return self._request.seats
 
     @property
     def prompt_tokens(self) -> int:
@@ -173,11 +254,13 @@ class View:
 
     @property
     def computed_tokens(self) -> int:
+        if self._request.swapped:
+            return 0
         return sum(branch.num_computed for branch in self._request.branches)
 
     @property
     def output_tokens(self) -> int:
-        return sum(len(branch.output_token_ids) for branch in self._request.branches)
+        return self._request.output_tokens
 
     @property
     def max_tokens(self) -> int:
