@@ -114,7 +114,7 @@ def test_preemption_keeps_tokens_and_counts_what_is_recomputed():
                 return
         run_all(view, plan)
 
-    sim = simulate(Policy(policy))
+    sim = simulate(Policy(policy), enable_prefix_caching=False)
     request = make_request("a", prompt=5, output=9)
     sim.add(request)
     sim.step()

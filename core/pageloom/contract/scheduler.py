@@ -52,8 +52,9 @@ Refusal = Literal["tokens", "seats", "blocks"]
 class RequestView(Protocol):
     """What a policy may know of a request. Read-only; valid until the request finishes.
 
-    The same object stands for a request in every step, so it may be a dictionary key. Token
-    counts are summed over the request's branches where branches differ.
+    The same object stands for a request in every step, so it may be a dictionary key; it is one a
+    last time in `SchedulerView.finished`. Token counts are summed over the request's branches
+    where branches differ.
     """
 
     @property
@@ -126,6 +127,22 @@ class SchedulerView(Protocol):
         """Preempted requests, the latest preempted first, then the queue in order of arrival.
 
         Iterate lazily where you can: the queue may hold hundreds of thousands.
+        """
+
+    @property
+    def arrived(self) -> Sequence[RequestView]:
+        """Requests that came since the last call, in order of arrival.
+
+        With `finished`, all that a policy needs to keep the waiting requests in an order of its
+        own, instead of sorting them in every step.
+        """
+
+    @property
+    def finished(self) -> Sequence[RequestView]:
+        """Requests that ended since the last call for whatever reason, waiting ones included.
+
+        One that came and ended between two calls is in `arrived` too. What the client gave can
+        still be read during this call; token counts mean nothing any more.
         """
 
 

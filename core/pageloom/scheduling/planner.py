@@ -28,6 +28,8 @@ class QueueView:
     now: float
     running: tuple[RequestView, ...]
     waiting: WaitingView
+    arrived: tuple[RequestView, ...]
+    finished: tuple[RequestView, ...]
 
 
 class WaitingView:
@@ -84,6 +86,8 @@ class Planner:
         # An OrderedDict and not a dict: taking from a dict's head again and again is quadratic.
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: dict[str, Request] = {}
+        self._arrived: list[RequestView] = []  # since the last plan
+        self._finished: list[RequestView] = []
         self._empty_plans = 0
         self._fruitless_preemptions = 0
 
@@ -101,6 +105,7 @@ class Planner:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.open(self.pool, self.limits.block_size, self._max_tokens(request))
         self.waiting[request.request_id] = request
+        self._arrived.append(request.view)
 
     def plan(self) -> StepPlan:
         """Let the policy plan a step, and move the requests that it admitted or preempted.
@@ -113,7 +118,11 @@ class Planner:
             now=self.clock(),
             running=tuple(request.view for request in self.running.values()),
             waiting=WaitingView(self.waiting),
+            arrived=tuple(self._arrived),
+            finished=tuple(self._finished),
         )
+        self._arrived.clear()
+        self._finished.clear()
         try:
             self.scheduler.schedule(view, draft)
         except Exception as error:
@@ -181,6 +190,7 @@ class Planner:
             branch.table.release()
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self._finished.append(request.view)
         return RequestRecord(
             request_id=request.request_id,
             user=request.user,

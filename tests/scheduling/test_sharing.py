@@ -1,0 +1,275 @@
+"""Branches that share blocks, prefixes that are found again, and requests that are swapped out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pageloom.contract import Scheduler
+from pageloom.scheduling import Request, RequestTooLargeError, SamplingParams
+from pageloom.scheduling.simulation import Simulation
+
+
+class RunAll(Scheduler):
+    """Runs what fits; in the steps after `preempt` was set, that request gives way."""
+
+    preempt: str | None = None
+
+    def schedule(self, view, plan):
+        for request in view.running:
+            if request.request_id == self.preempt:
+                plan.preempt(request)
+            else:
+                plan.run(request)
+        for request in view.waiting:
+            if request.request_id != self.preempt:
+                plan.run(request)
+
+
+def simulate(**limits):
+    return Simulation(RunAll(RunAll.Config()), **limits)
+
+
+def make_request(name, prompt, output, **params):
+    salt = params.pop("salt", "")
+    sampling = SamplingParams(max_tokens=output, **params)
+    return Request(name, prompt, sampling, arrival_time=0.0, cache_salt=salt)
+
+
+def tables(request):
+    return [list(branch.table.blocks) for branch in request.branches]
+
+
+def test_branches_share_the_prompt_and_copy_the_block_they_write():
+    sim = simulate()
+    request = make_request("a", list(range(10)), 9, n=3)
+    sim.add(request)
+    plan, _ = sim.step()
+    assert [(chunk.num_tokens, chunk.draws) for chunk in plan.chunks] == [(10, 3)]
+    first, second, third = tables(request)
+    assert first == second == third
+    assert sim.planner.pool.num_used == 3
+    plan, _ = sim.step()
+    assert plan.num_tokens == 3
+    assert [source for source, _ in plan.copies] == [first[2]] * 2
+    assert sorted(t[2] for t in tables(request)) == sorted(
+        [first[2], *(target for _, target in plan.copies)]
+    )
+    assert [t[:2] for t in tables(request)] == [first[:2]] * 3
+    assert sim.planner.pool.num_used == 5
+
+
+def test_a_full_last_block_is_not_copied():
+    sim = simulate()
+    request = make_request("a", list(range(8)), 9, n=3)
+    sim.add(request)
+    sim.step()
+    plan, _ = sim.step()
+    assert not plan.copies
+    assert sim.planner.pool.num_used == 2 + 3
+
+
+def test_branches_end_on_their_own_and_give_their_seats_back():
+    class Uneven(Simulation):
+        """Branch 1 ends with its third token, branch 2 with its fourth."""
+
+        def draw(self, branch, count):
+            ends = branch.index and len(branch.output_token_ids) > branch.index
+            return [50 if ends else 1] * count
+
+    sim = Uneven(RunAll(RunAll.Config()), max_num_seqs=4)
+    request = make_request("a", [1] * 6, 8, n=3, stop_token_ids=[50])
+    sim.add(request)
+    seats = []
+    while sim.planner.has_requests:
+        sim.step()
+        seats.append(request.seats)
+    assert seats == [3, 3, 2, 1, 1, 1, 1, 1]
+    assert request.output_tokens == 8 + 3 + 4
+    assert sim.planner.pool.num_used == 0
+
+
+def test_a_prefix_is_found_by_a_later_request_and_in_the_same_step():
+    sim = simulate()
+    prompt = list(range(10))
+    one, two = make_request("a", prompt, 1), make_request("b", [*prompt[:8], 77, 78], 1)
+    sim.add(one)
+    sim.add(two)
+    plan, _ = sim.step()
+    assert [chunk.num_tokens for chunk in plan.chunks] == [10, 2]
+    assert (one.num_cached, two.num_cached) == (0, 8)
+    later = make_request("c", prompt, 1)
+    sim.add(later)
+    plan, _ = sim.step()
+    assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(8, 2)]
+    assert later.num_cached == 8
+
+
+def test_one_token_at_least_is_computed():
+    sim = simulate()
+    for name in "ab":
+        sim.add(make_request(name, list(range(8)), 1))
+        sim.step()
+    last = make_request("c", list(range(8)), 1)
+    sim.add(last)
+    plan, _ = sim.step()
+    assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(4, 4)]
+
+
+def test_what_was_generated_is_found_by_the_next_turn():
+    sim = simulate()
+    first = make_request("a", list(range(6)), 7)
+    sim.add(first)
+    while sim.planner.has_requests:
+        branch = first.branches[0]
+        sim.step()
+    turn = make_request("b", [*range(6), *branch.output_token_ids, 3, 3], 1)
+    sim.add(turn)
+    sim.step()
+    assert turn.num_cached == 12  # the last token drawn was never computed
+
+
+@pytest.mark.parametrize(
+    ("limits", "request_of"),
+    [
+        ({"enable_prefix_caching": False}, {}),
+        ({}, {"salt": "mine"}),
+        ({}, {"prompt_logprobs": 0}),
+    ],
+)
+def test_a_prefix_is_not_taken_from_the_cache(limits, request_of):
+    sim = simulate(**limits)
+    sim.add(make_request("a", list(range(10)), 1))
+    sim.step()
+    second = make_request("b", list(range(10)), 1, **request_of)
+    sim.add(second)
+    plan, _ = sim.step()
+    assert plan.num_tokens == 10
+    assert second.num_cached == 0
+
+
+def test_a_failed_request_leaves_nothing_in_the_cache():
+    sim = simulate()
+    request = make_request("a", list(range(10)), 5)
+    sim.add(request)
+    sim.step()
+    sim.planner.finish(request, "error")
+    again = make_request("b", list(range(10)), 5)
+    sim.add(again)
+    sim.step()
+    assert again.num_cached == 0
+
+
+def test_a_plan_that_was_never_run_leaves_nothing_in_the_cache():
+    sim = simulate()
+    request = make_request("a", list(range(10)), 5)
+    sim.add(request)
+    sim.planner.plan()
+    sim.planner.finish(request, "abort")
+    again = make_request("b", list(range(10)), 5)
+    sim.add(again)
+    sim.step()
+    assert again.num_cached == 0
+
+
+def test_swapping_brings_back_all_branches_as_they_were():
+    sim = simulate(host_blocks=16)
+    request = make_request("a", list(range(10)), 9, n=3)
+    sim.add(request)
+    sim.step()
+    sim.step()
+    before = sim.planner.pool.num_used
+    sim.planner.scheduler.preempt = "a"
+    plan, _ = sim.step()
+    assert len(plan.swapped_out) == before == sim.planner.host.num_used
+    assert sim.planner.pool.num_used == 0
+    assert request.view.computed_tokens == 0
+    sim.planner.scheduler.preempt = None
+    plan, _ = sim.step()
+    assert len(plan.swapped_in) == before
+    assert [chunk.num_recomputed for chunk in plan.chunks] == [0, 0, 0]
+    assert sim.planner.host.num_used == 0
+    first, second, third = tables(request)
+    assert first[:2] == second[:2] == third[:2]
+    assert len({first[2], second[2], third[2]}) == 3
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_without_room_on_the_host_every_branch_is_computed_again_from_one_prompt(caching):
+    sim = simulate(host_blocks=2, enable_prefix_caching=caching, max_num_batched_tokens=7)
+    request = make_request("a", list(range(10)), 9, n=3)
+    sim.add(request)
+    for _ in range(4):
+        sim.step()
+    drawn = [branch.output_token_ids[:] for branch in request.branches]
+    sim.planner.scheduler.preempt = "a"
+    plan, _ = sim.step()
+    assert not plan.swapped_out
+    assert sim.planner.host.num_used == sim.planner.pool.num_used == 0
+    sim.planner.pool.forget_all()
+    sim.planner.scheduler.preempt = None
+    computed = 0
+    while [branch.output_token_ids for branch in request.branches] == drawn:
+        plan, _ = sim.step()
+        computed += plan.num_tokens
+        lengths = {len(branch.output_token_ids) for branch in request.branches}
+        assert len(lengths) == 1, "branches draw together"
+    outputs = len(drawn[0])
+    assert computed == 8 + 3 * (2 + outputs)  # the two full blocks of the prompt once
+    assert [branch.output_token_ids[:outputs] for branch in request.branches] == drawn
+
+
+def test_beams_are_reordered_by_block_table():
+    class Scripted(Simulation):
+        script = iter([[[1, 2]], [[3, 4], [5, 6]], [[7, 8], [9, 10]]])
+
+        def candidates(self, branch, count):
+            rows = next(self.script) if not branch.index else self.rows
+            self.rows = rows[1:]
+            return [(token, -float(branch.index)) for token in rows[0]]
+
+    sim = Scripted(RunAll(RunAll.Config()))
+    request = make_request("a", list(range(6)), 9, beam_width=2)
+    sim.add(request)
+    sim.step()
+    assert [branch.output_token_ids for branch in request.branches] == [[1], [2]]
+    plan, _ = sim.step()
+    assert len(plan.copies) == 1
+    # Both beams go on from the first: the second's block is given back.
+    assert [branch.output_token_ids for branch in request.branches] == [[1, 3], [1, 4]]
+    assert tables(request)[0] == tables(request)[1]
+    assert sim.planner.pool.num_used == 2
+
+
+def test_used_slots_count_once_however_many_share_them():
+    sim = simulate(num_blocks=64)
+    prompt = list(range(10))
+    for name, params in (("a", {"n": 3}), ("b", {}), ("c", {"n": 2})):
+        sim.add(make_request(name, prompt, 20, **params))
+    plan, _ = sim.step()
+    # Two full blocks that all share, and a block with two tokens each.
+    assert sim.planner.kv_tokens(plan) == 8 + 3 * 2
+    plan, _ = sim.step()
+    assert sim.planner.kv_tokens(plan) == 8 + 6 * 3
+    assert sim.planner.pool.num_used == 2 + 6
+
+
+@pytest.mark.parametrize(
+    ("params", "limits", "message"),
+    [
+        ({"n": 5}, {"max_num_seqs": 4}, "5 branches .* max_num_seqs is 4"),
+        ({"beam_width": 5}, {"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4"),
+        ({"n": 4}, {"num_blocks": 17}, "18 KV blocks .* 4 branches"),
+    ],
+)
+def test_branches_that_could_never_run_are_refused_on_arrival(params, limits, message):
+    sim = simulate(**limits)
+    with pytest.raises(RequestTooLargeError, match=message):
+        sim.add(make_request("a", list(range(10)), 15, **params))
+
+
+def test_branches_that_just_fit_run():
+    sim = simulate(num_blocks=18)
+    sim.add(make_request("a", list(range(10)), 15, n=4))
+    while sim.planner.has_requests:
+        sim.step()
+        sim.planner.check_integrity()
