@@ -91,8 +91,9 @@ def test_the_loader_example_loads(tmp_path):
 def test_the_readme_python_runs(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     (first, *_) = snippets("Engine.from_config")
+    (several,) = snippets("beam_width=4")
     (asynchronous,) = snippets("async def main")
-    execute(first)
+    execute(first + several)
     execute(asynchronous)
     assert "Paris" in capsys.readouterr().out
 

@@ -221,6 +221,9 @@ class AttentionBackend(Component, ABC):
     ) -> None:
         """Store this step's K and V of one layer, then attend causally over what is stored.
 
+        Everything is stored before anything is attended to: a sequence's blocks may be written by
+        another sequence of the same step that begins with the same tokens.
+
         With a lossy quantizer a token is attended to as it is stored, in its own step too, so
         that chunking cannot change a result.
 

@@ -77,13 +77,15 @@ class RequestView(Protocol):
 
     @property
     def num_branches(self) -> int:
-        """Seats that the request takes; more than 1 with parallel sampling or beams."""
+        """Seats that the request takes: its branches, or how many it will have once its prompt is
+        computed; more than 1 with parallel sampling or beams."""
 
     @property
     def prompt_tokens(self) -> int: ...
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache when it was last admitted."""
+        """Prompt tokens that were found in the prefix cache so far; what a preempted request finds
+        again does not count."""
 
     @property
     def computed_tokens(self) -> int:
@@ -100,7 +102,8 @@ class RequestView(Protocol):
         """Tokens known but not computed: what one step could run if nothing limited it.
 
         A decoding request has one per branch; a request in prefill has the rest of its prompt; a
-        preempted one has its prompt and everything that it has generated.
+        preempted one has its prompt and everything that it has generated, unless it was swapped
+        out. What `PlanView.run` finds in the prefix cache is pending until then, and not granted.
         """
 
     @property
@@ -159,7 +162,8 @@ class PlanView(Protocol):
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that nobody holds now; grants of this plan are already taken off."""
+        """Blocks that nobody holds now, cached prefixes included; grants of this plan are already
+        taken off."""
 
     @property
     def refusal(self) -> Refusal | None:
@@ -171,7 +175,8 @@ class PlanView(Protocol):
         Returns how many were granted, or 0 when none were, and says why in `refusal`. A prefill
         is cut to the tokens left (a chunk) if ``enable_chunked_prefill`` is on, otherwise it is
         granted whole, if ``max_tokens`` and the tokens left allow it, or not at all. A decode is
-        granted for all branches or not at all. Blocks are granted for the whole chunk or not at
+        granted for all branches or not at all. Tokens whose KV is in the prefix cache are passed
+        over first, and are no part of the grant. Blocks are granted for the whole chunk or not at
         all, so pass ``max_tokens`` to try a smaller one.
 
         A waiting request is admitted by its first grant. Raises `ValueError` when the request
@@ -182,8 +187,9 @@ class PlanView(Protocol):
     def preempt(self, request: RequestView) -> None:
         """Take a running request's blocks and put it at the head of the waiting ones.
 
-        Its tokens are kept and computed again later. Raises `ValueError` unless
-        `preemptible` is true.
+        Its tokens are kept. Their KV is computed again later, or comes back from the host when the
+        request runs again, as ``preemption_mode`` says. Raises `ValueError` unless `preemptible`
+        is true.
         """
 
     def preemptible(self, request: RequestView) -> bool:

@@ -314,6 +314,8 @@ class DraftPlan:
 
 def _copies_needed(branches: Sequence[Branch]) -> int:
     """Blocks that are copied when each of ``branches`` writes its next token."""
+    if len(branches) == 1:
+        return int(branches[0].table.shares(branches[0].num_computed))
     writers = Counter(
         branch.table.blocks[branch.num_computed // branch.table.block_size]
         for branch in branches
