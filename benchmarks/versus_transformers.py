@@ -2,7 +2,8 @@
 
     python benchmarks/versus_transformers.py [--rounds 3] [--requests 64] [--json FILE]
 
-The requests have 50 to 500 prompt tokens and 16 to 200 output tokens, from a fixed seed.
+The requests are the built-in trace of ``pageloom bench engine``: 50 to 500 prompt tokens and 16 to
+200 output tokens, from a fixed seed.
 ``transformers`` runs them in static batches, which is what its ``generate`` does: prompts padded
 to the longest, every batch as long as its longest output. Pageloom gets all at once. Both use
 bfloat16, greedy decoding, the same weights and the same threads; tokens beyond a request's own
@@ -14,55 +15,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
 
-from pageloom import Engine, SamplingParams
+from pageloom import Engine
+from pageloom.bench.serving.replay import Client
+from pageloom.bench.serving.trace import Trace, draw_token_ids, random_trace
 from pageloom.models.loading import open_loader
 from pageloom.plugins import Plugins
 
 CONFIG = Path(__file__).parent.parent / "configs" / "smollm2.yaml"
 
 
-@dataclass(frozen=True)
-class Workload:
-    prompts: list[list[int]]
-    lengths: list[int]  # output tokens
-
-    @classmethod
-    def draw(cls, count: int, vocab_size: int, seed: int = 0) -> Workload:
-        draw = random.Random(seed)
-        prompts = [
-            [draw.randrange(17, vocab_size) for _ in range(draw.randint(50, 500))]
-            for _ in range(count)
-        ]
-        return cls(prompts, [draw.randint(16, 200) for _ in range(count)])
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(self.lengths)
-
-
 class PageloomSide:
     def __init__(self) -> None:
         self.engine = Engine.from_config(CONFIG)
+        self.client = Client(self.engine)
 
-    def run(self, work: Workload) -> None:
-        params = [
-            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-            for length in work.lengths
-        ]
-        outputs = self.engine.generate(work.prompts, params)
-        produced = [len(output.outputs[0].token_ids) for output in outputs]
-        if produced != work.lengths:
-            raise RuntimeError(f"expected {work.lengths} output tokens, got {produced}")
+    def run(self, trace: Trace) -> None:
+        self.engine.reset_prefix_cache()
+        self.client.replay(trace)
 
 
 class TransformersSide:
@@ -79,10 +57,11 @@ class TransformersSide:
         self.model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def run(self, work: Workload) -> None:
-        for at in range(0, len(work.prompts), self.batch_size):
-            prompts = work.prompts[at : at + self.batch_size]
-            steps = max(work.lengths[at : at + self.batch_size])
+    def run(self, trace: Trace) -> None:
+        for at in range(0, len(trace), self.batch_size):
+            batch = trace[at : at + self.batch_size]
+            prompts = [list(request.prompt) for request in batch]
+            steps = max(request.output_tokens for request in batch)
             longest = max(map(len, prompts))
             ids = torch.tensor([[self.pad] * (longest - len(p)) + p for p in prompts])
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -97,9 +76,9 @@ class TransformersSide:
                 raise RuntimeError(f"expected {steps} new tokens, got {output.shape[1] - longest}")
 
 
-def timed(side: PageloomSide | TransformersSide, work: Workload) -> float:
+def timed(side: PageloomSide | TransformersSide, trace: Trace) -> float:
     started = time.perf_counter()
-    side.run(work)
+    side.run(trace)
     return time.perf_counter() - started
 
 
@@ -113,16 +92,17 @@ def main() -> None:
 
     ours = PageloomSide()
     theirs = TransformersSide(ours.engine.info.model, options.batch_size)
-    work = Workload.draw(options.requests, ours.engine.runner.model.vocab_size)
-    warm_up = Workload(work.prompts[:2], [4, 4])
+    trace = draw_token_ids(random_trace(options.requests), ours.engine.runner.model.vocab_size)
+    output_tokens = sum(request.output_tokens for request in trace)
+    warm_up = [replace(request, output_tokens=4) for request in trace[:2]]
     for side in (ours, theirs):
         side.run(warm_up)
 
     rounds = []
     for number in range(options.rounds):
         sides = [ours, theirs] if number % 2 == 0 else [theirs, ours]
-        seconds = {type(side).__name__: timed(side, work) for side in sides}
-        speeds = {name: work.output_tokens / spent for name, spent in seconds.items()}
+        seconds = {type(side).__name__: timed(side, trace) for side in sides}
+        speeds = {name: output_tokens / spent for name, spent in seconds.items()}
         rounds.append(speeds | {"ratio": speeds["PageloomSide"] / speeds["TransformersSide"]})
         if options.json:  # after each round: all of them take minutes
             options.json.write_text(json.dumps({"argv": sys.argv[1:], "rounds": rounds}, indent=1))

@@ -83,6 +83,23 @@ def test_every_output_of_an_aborted_request_says_so(engine, params, steps):
     assert engine.planner.pool.num_used == 0
 
 
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_whoever_receives_a_chunk_may_abort_its_request(engine, after):
+    chunks = []
+
+    def deliver(chunk):
+        chunks.append(chunk)
+        if len(chunks) == after:
+            engine.abort("mine")
+
+    params = SamplingParams(n=3, temperature=0, max_tokens=6)
+    engine.open_request(PROMPT, params, request_id="mine", deliver=deliver)
+    while engine.has_requests:
+        engine.advance()
+    assert [chunk.finish_reason for chunk in chunks] == [None] * after + ["abort"] * 3
+    engine.planner.check_integrity()
+
+
 def test_an_async_stream_goes_on_until_all_outputs_have_ended(engine):
     params = SamplingParams(n=3, temperature=0, max_tokens=4)
     beams = SamplingParams(n=2, beam_width=3, max_tokens=4)

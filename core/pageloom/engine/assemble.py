@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from pageloom.config import Config, build_options
 from pageloom.contract import AttentionSpec, EngineInfo, KVQuantizer, Scheduler, WeightLoader
 from pageloom.engine.backend_choice import choose_backend
-from pageloom.engine.capacity import count_blocks
+from pageloom.engine.capacity import count_blocks, count_host_blocks
 from pageloom.engine.engine import Engine
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.errors import PageloomError, one_line
@@ -82,7 +82,12 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
             f"{num_blocks * bytes_per_block:,} bytes: {one_line(error)}; lower kv_cache.memory or "
             "kv_cache.num_blocks"
         ) from error
-    host_blocks = config.kv_cache.swap_bytes // bytes_per_block
+    host_blocks = count_host_blocks(
+        config,
+        bytes_per_block=bytes_per_block,
+        block_size=spec.block_size,
+        max_model_len=max_model_len,
+    )
     planner = Planner(
         _scheduler(config, plugins),
         BlockPool(num_blocks),

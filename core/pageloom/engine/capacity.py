@@ -53,6 +53,14 @@ def count_blocks(
     return num_blocks
 
 
+def count_host_blocks(
+    config: Config, *, bytes_per_block: int, block_size: int, max_model_len: int
+) -> int:
+    """Blocks that fit into ``kv_cache.swap_space``, but no more than the device could ever use."""
+    most = config.scheduler.max_num_seqs * blocks_for(max_model_len, block_size)
+    return min(config.kv_cache.swap_bytes // bytes_per_block, most)
+
+
 def _physical_memory(device: torch.device) -> int:
     """Bytes that the device has: of a CPU, what this process may use of the machine's memory."""
     if device.type == "cuda":

@@ -259,7 +259,8 @@ class Engine:
             self._receive_candidates(opened, request.beams, results)
         else:
             for result in results:
-                self._receive_draws(opened, result)
+                if not opened.finished:  # whoever got the chunk before may have aborted it
+                    self._receive_draws(opened, result)
 
     def _receive_draws(self, opened: OpenRequest, result: ChunkResult) -> None:
         request, drawn = opened.request, result.draws
@@ -267,7 +268,7 @@ class Engine:
         branches = request.branches[:] if len(drawn) > 1 else [result.chunk.branch]
         for branch, draw in zip(branches, drawn, strict=False):
             if opened.finished:
-                return  # whoever got the chunk before aborted it
+                return
             chunk = opened.receive(branch, draw)
             if chunk.finish_reason and len(request.branches) > 1:
                 self.planner.end(branch)

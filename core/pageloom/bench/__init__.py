@@ -1,0 +1,1 @@
+"""Measurements: engines compared (`serving`), and KV memory without a model (`memory`)."""

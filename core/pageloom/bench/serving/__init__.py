@@ -1,0 +1,1 @@
+"""Engines compared on a trace of requests: throughput, latency, KV memory."""
