@@ -78,7 +78,7 @@ def main() -> None:
         done["blocks swapped out"] += len(plan.swapped_out)
         done["blocks copied"] += len(plan.copies)
         done["recomputed tokens"] += sum(chunk.num_recomputed for chunk in plan.chunks)
-        done["cached tokens"] += sum(request.num_cached for request in finished)
+        done["cached tokens"] += sum(request.cached_tokens for request in finished)
         done["requests"] += len(finished)
         if planner.running and draw.random() < 0.02 * len(plan.admitted):
             planner.finish(draw.choice(list(planner.running.values())), "abort")

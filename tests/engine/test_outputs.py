@@ -171,3 +171,40 @@ def test_nan_is_never_found_in_the_cache(engine, records, monkeypatch):
     monkeypatch.undo()
     engine.generate([LONG], params)
     assert [record.cached_tokens for record in records.requests] == [0, 0]
+
+
+@pytest.mark.parametrize("params", [{}, {"n": 3}, {"beam_width": 2}])
+def test_a_receiver_that_raises_harms_nobody_else(engine, params):
+    (alone,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=6))
+
+    def broken(chunk):
+        raise RuntimeError("the client has gone")
+
+    bad = engine.open_request("1, 2, 3,", SamplingParams(max_tokens=4, **params), deliver=broken)
+    good = engine.open_request(PROMPT, SamplingParams(temperature=0, max_tokens=6))
+    while engine.has_requests:
+        engine.advance()
+    assert bad.finished
+    assert good.collect().outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_an_interrupted_step_ends_every_request_and_the_engine_goes_on(engine, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (alone,) = engine.generate([LONG], params)
+    engine.reset_prefix_cache()
+    opened = engine.open_request(LONG, params)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.advance()
+    assert opened.collect().outputs[0].finish_reason == "error"
+    assert engine.generate([LONG], params)[0].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_priority_beyond_32_bits_is_refused(engine):
+    with pytest.raises(ValueError, match="priority must be an integer of 32 bits"):
+        engine.open_request(PROMPT, priority=2**31)

@@ -15,9 +15,11 @@ from pageloom.memory import (
     IntegrityError,
     block_key,
     blocks_for,
+    blocks_for_branches,
     check_integrity,
     distinct_blocks,
     move,
+    tokens_for_branches,
 )
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
@@ -214,3 +216,13 @@ def test_all_content_can_be_forgotten():
     assert pool.find(block_key(b"", [0])) is None
     pool.release([held])
     check_integrity(pool, [])
+
+
+@pytest.mark.parametrize("branches", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_the_most_tokens_that_branches_have_room_for(branches, size):
+    for prompt in (1, 7, 16, 33):
+        for blocks in range(blocks_for_branches(branches, prompt, prompt, size), 40):
+            most = tokens_for_branches(branches, prompt, blocks, size)
+            assert blocks_for_branches(branches, prompt, most, size) <= blocks
+            assert blocks_for_branches(branches, prompt, most + 1, size) > blocks

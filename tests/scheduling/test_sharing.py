@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pageloom.contract import Scheduler
+from pageloom.memory import blocks_for_branches
 from pageloom.scheduling import Request, RequestTooLargeError, SamplingParams
 from pageloom.scheduling.simulation import Simulation
+from pageloom.testing import KVInvariants
 
 
 class RunAll(Scheduler):
@@ -96,12 +98,12 @@ def test_a_prefix_is_found_by_a_later_request_and_in_the_same_step():
     sim.add(two)
     plan, _ = sim.step()
     assert [chunk.num_tokens for chunk in plan.chunks] == [10, 2]
-    assert (one.num_cached, two.num_cached) == (0, 8)
+    assert (one.cached_tokens, two.cached_tokens) == (0, 8)
     later = make_request("c", prompt, 1)
     sim.add(later)
     plan, _ = sim.step()
     assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(8, 2)]
-    assert later.num_cached == 8
+    assert later.cached_tokens == 8
 
 
 def test_one_token_at_least_is_computed():
@@ -125,7 +127,7 @@ def test_what_was_generated_is_found_by_the_next_turn():
     turn = make_request("b", [*range(6), *branch.output_token_ids, 3, 3], 1)
     sim.add(turn)
     sim.step()
-    assert turn.num_cached == 12  # the last token drawn was never computed
+    assert turn.cached_tokens == 12  # the last token drawn was never computed
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_a_prefix_is_not_taken_from_the_cache(limits, request_of):
     sim.add(second)
     plan, _ = sim.step()
     assert plan.num_tokens == 10
-    assert second.num_cached == 0
+    assert second.cached_tokens == 0
 
 
 def test_a_failed_request_leaves_nothing_in_the_cache():
@@ -156,7 +158,7 @@ def test_a_failed_request_leaves_nothing_in_the_cache():
     again = make_request("b", list(range(10)), 5)
     sim.add(again)
     sim.step()
-    assert again.num_cached == 0
+    assert again.cached_tokens == 0
 
 
 def test_a_plan_that_was_never_run_leaves_nothing_in_the_cache():
@@ -168,7 +170,7 @@ def test_a_plan_that_was_never_run_leaves_nothing_in_the_cache():
     again = make_request("b", list(range(10)), 5)
     sim.add(again)
     sim.step()
-    assert again.num_cached == 0
+    assert again.cached_tokens == 0
 
 
 def test_swapping_brings_back_all_branches_as_they_were():
@@ -256,7 +258,7 @@ def test_used_slots_count_once_however_many_share_them():
 @pytest.mark.parametrize(
     ("params", "limits", "message"),
     [
-        ({"n": 5}, {"max_num_seqs": 4}, "5 branches .* max_num_seqs is 4"),
+        ({"n": 5}, {"max_num_seqs": 4}, "5 branches, .* max_num_seqs is 4; lower n"),
         ({"beam_width": 5}, {"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4"),
         ({"n": 4}, {"num_blocks": 17}, "18 KV blocks .* 4 branches"),
     ],
@@ -273,3 +275,111 @@ def test_branches_that_just_fit_run():
     while sim.planner.has_requests:
         sim.step()
         sim.planner.check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("prompt", [7, 8, 9])
+@pytest.mark.parametrize("params", [{"n": 3}, {"beam_width": 3}])
+def test_branches_that_just_fit_finish_whenever_they_give_way(mode, caching, prompt, params):
+    """Also while they are computed again after they gave way before."""
+    output = 7
+    blocks = blocks_for_branches(3, prompt, prompt + output - 1, 4)
+    for first in range(1, 9):
+        for second in (0, *range(first + 2, first + 9)):
+            sim = simulate(
+                num_blocks=blocks,
+                host_blocks=blocks,
+                max_num_batched_tokens=5,
+                enable_prefix_caching=caching,
+                preemption_mode=mode,
+            )
+            KVInvariants(sim.planner).watch()
+            request = make_request("a", list(range(prompt)), output, **params)
+            sim.add(request)
+            for number in range(100):
+                gives_way = number in (first, second) and "a" in sim.planner.running
+                sim.planner.scheduler.preempt = "a" if gives_way else None
+                if number == first:  # not to the host, so that it has to be computed again
+                    host, sim.planner.host = sim.planner.host, None
+                sim.step()
+                if number == first:
+                    sim.planner.host = host
+                if not sim.planner.has_requests:
+                    break
+            assert not sim.planner.has_requests
+
+
+def test_who_comes_back_does_not_find_what_the_other_left_behind():
+    """One request is swapped in and another out in the same step, into the same host blocks."""
+
+    class Alternate(Scheduler):
+        def schedule(self, view, plan):
+            for request in view.waiting:
+                plan.run(request)
+            for request in view.running:
+                plan.preempt(request)
+
+    sim = Simulation(Alternate(Alternate.Config()), host_blocks=8, preemption_mode="swap")
+    KVInvariants(sim.planner).watch()
+    sim.add(make_request("a", list(range(10)), 9))
+    sim.step()
+    sim.add(make_request("b", list(range(20, 30)), 9))
+    overlapped = 0
+    for _ in range(8):
+        plan, _ = sim.step()
+        hosts = {source for source, _ in plan.swapped_in}
+        overlapped += bool(hosts & {target for _, target in plan.swapped_out})
+    assert overlapped > 3
+
+
+def test_a_request_that_was_swapped_is_found_again():
+    sim = simulate(host_blocks=16, preemption_mode="swap")
+    request = make_request("a", list(range(10)), 20)
+    sim.add(request)
+    sim.step()
+    sim.planner.scheduler.preempt = "a"
+    sim.step()
+    sim.planner.pool.forget_all()
+    sim.planner.scheduler.preempt = None
+    sim.step()
+    again = make_request("b", list(range(10)), 1)
+    sim.add(again)
+    sim.step()
+    assert again.cached_tokens == 8
+
+
+def test_after_a_reset_nothing_is_found_that_was_computed_before():
+    sim = simulate()
+    running = make_request("a", list(range(10)), 20)
+    sim.add(running)
+    sim.step()
+    sim.planner.reset_prefix_cache()
+    fresh = make_request("b", list(range(10)), 1)
+    sim.add(fresh)
+    sim.step()
+    assert fresh.cached_tokens == 0
+    for _ in range(6):
+        sim.step()
+    turn = make_request("c", [*range(10), *running.branches[0].output_token_ids, 1], 1)
+    sim.add(turn)
+    sim.step()
+    assert turn.cached_tokens == 8  # of "b"; what "a" went on with is its own
+
+
+def test_a_policy_is_not_told_of_who_came_and_went_unseen():
+    sim = simulate()
+    for number in range(3):
+        request = make_request(str(number), [1], 1)
+        sim.add(request)
+        sim.planner.finish(request, "abort")
+    assert not sim.planner._arrived
+    assert not sim.planner._finished
+
+
+def test_an_unfinished_beam_search_has_returned_nothing():
+    sim = simulate()
+    request = make_request("a", list(range(6)), 9, beam_width=2, n=2)
+    sim.add(request)
+    sim.step()
+    assert sim.planner.finish(request, "abort").output_tokens == 0

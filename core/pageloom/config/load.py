@@ -114,6 +114,12 @@ def _check_together(values: Mapping[str, Any], place: Place) -> Iterator[Problem
         expected = f"one of the two (kv_cache.memory stands in {place('kv_cache.memory')})"
         reason = "kv_cache.memory gives the size of the cache already"
         yield Problem(key, place(key), reason, values[key], expected)
+    if values.get("scheduler.preemption_mode") == "swap" and (
+        values.get("kv_cache.swap_space", "not given") is None
+    ):
+        key = "kv_cache.swap_space"
+        reason = "scheduler.preemption_mode swap needs room on the host"
+        yield Problem(key, place(key), reason, None, 'a size such as "1GiB"')
 
 
 def _check_plugins(

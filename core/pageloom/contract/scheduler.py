@@ -144,8 +144,8 @@ class SchedulerView(Protocol):
     def finished(self) -> Sequence[RequestView]:
         """Requests that ended since the last call for whatever reason, waiting ones included.
 
-        One that came and ended between two calls is in `arrived` too. What the client gave can
-        still be read during this call; token counts mean nothing any more.
+        One that came and ended between two calls is in neither. What the client gave can still be
+        read during this call; token counts mean nothing any more.
         """
 
 
@@ -161,6 +161,10 @@ class PlanView(Protocol):
         """What is left of ``max_num_seqs``; one seat per branch of a running request."""
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+    @property
     def blocks_free(self) -> int:
         """Blocks that nobody holds now, cached prefixes included; grants of this plan are already
         taken off."""
@@ -169,7 +173,9 @@ class PlanView(Protocol):
     def refusal(self) -> Refusal | None:
         """What the last `run` that returned 0 lacked; None after one that was granted."""
 
-    def run(self, request: RequestView, max_tokens: int | None = None) -> int:
+    def run(
+        self, request: RequestView, max_tokens: int | None = None, spare_blocks: int = 0
+    ) -> int:
         """Run up to ``max_tokens`` pending tokens of the request in this step.
 
         Returns how many were granted, or 0 when none were, and says why in `refusal`. A prefill
@@ -177,7 +183,8 @@ class PlanView(Protocol):
         granted whole, if ``max_tokens`` and the tokens left allow it, or not at all. A decode is
         granted for all branches or not at all. Tokens whose KV is in the prefix cache are passed
         over first, and are no part of the grant. Blocks are granted for the whole chunk or not at
-        all, so pass ``max_tokens`` to try a smaller one.
+        all, so pass ``max_tokens`` to try a smaller one; and only if ``spare_blocks`` stay free, so
+        that an admission leaves room for requests that already run to grow.
 
         A waiting request is admitted by its first grant. Raises `ValueError` when the request
         already ran or was preempted in this plan, is not one of the view, or ``max_tokens`` is

@@ -26,8 +26,10 @@ def count_blocks(
     device: torch.device,
 ) -> int:
     """Blocks for ``kv_cache``: as many as its ``num_blocks`` says, or as fit into its
-    ``memory``, or else into what the device has left; never more than ``max_num_seqs`` requests
-    of ``max_model_len`` could use.
+    ``memory``, or else into what the device has left.
+
+    More than ``max_num_seqs`` requests of ``max_model_len`` could use are of use to prefix caching
+    only; without it, and on a CPU if no size is given, they are left out.
 
     Raises `PageloomError` if not a single block fits.
     """
@@ -44,7 +46,9 @@ def count_blocks(
     else:
         budget, source = int(total * CPU_SHARE), f"{CPU_SHARE:.0%} of this machine's memory"
     _check_fits(budget, total, "kv_cache.memory")
-    num_blocks = min(budget // bytes_per_block, seats * blocks_for(max_model_len, block_size))
+    num_blocks = budget // bytes_per_block
+    if not cache.enable_prefix_caching or (cache.memory is None and device.type == "cpu"):
+        num_blocks = min(num_blocks, seats * blocks_for(max_model_len, block_size))
     if num_blocks < 1:
         raise PageloomError(
             f"no KV block fits: {source} leaves {budget:,} bytes, a block of {block_size} tokens "
@@ -56,7 +60,10 @@ def count_blocks(
 def count_host_blocks(
     config: Config, *, bytes_per_block: int, block_size: int, max_model_len: int
 ) -> int:
-    """Blocks that fit into ``kv_cache.swap_space``, but no more than the device could ever use."""
+    """Blocks that fit into ``kv_cache.swap_space``, but no more than ``max_num_seqs`` requests of
+    ``max_model_len`` could use. Raises `PageloomError` if it is more than the machine has."""
+    host = _physical_memory(torch.device("cpu"))
+    _check_fits(config.kv_cache.swap_bytes, host, "kv_cache.swap_space")
     most = config.scheduler.max_num_seqs * blocks_for(max_model_len, block_size)
     return min(config.kv_cache.swap_bytes // bytes_per_block, most)
 
@@ -75,7 +82,7 @@ def _physical_memory(device: torch.device) -> int:
 def _check_fits(wanted: int, total: int, key: str) -> None:
     if wanted > total:
         raise PageloomError(
-            f"{key} asks for {wanted / 2**30:,.1f} GiB of KV cache, but the device has "
+            f"{key} asks for {wanted / 2**30:,.1f} GiB of KV cache, but there are "
             f"{total / 2**30:,.1f} GiB in all; lower it"
         )
 

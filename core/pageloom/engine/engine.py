@@ -111,7 +111,8 @@ class Engine:
         """
         params = params if params is not None else SamplingParams()
         _check_fields(params, request_id, priority, user, metadata, cache_salt)
-        params.check_vocab(self.runner.model.vocab_size)
+        vocab_size = self.runner.model.vocab_size
+        params.check_vocab(vocab_size)
         request = Request(
             self._new_id() if request_id is None else request_id,
             self.prompts.encode(prompt),
@@ -123,6 +124,12 @@ class Engine:
             metadata=metadata or {},
             cache_salt=cache_salt,
         )
+        continuations = vocab_size - len(request.stop_token_ids)
+        if params.beam_width is not None and continuations < params.beam_width:
+            raise ValueError(
+                f"beam_width is {params.beam_width}, but only {continuations} tokens of the "
+                "vocabulary do not end an output; lower it, or name fewer stop_token_ids"
+            )
         detokenizers: list[Detokenizer] = []
         if self.tokenizer is not None:
             ids = request.prompt_token_ids
@@ -148,8 +155,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget which prefixes are in the cache, such as after a change of the weights. Open
-        requests go on."""
-        self.planner.pool.forget_all()
+        requests go on, and nobody finds what they have computed either."""
+        self.planner.reset_prefix_cache()
 
     @property
     def tokenizer(self) -> Any:
@@ -187,7 +194,7 @@ class Engine:
             results = self.runner.run(plan)
             for request, of_request in groupby(results, key=lambda r: r.chunk.branch.request):
                 self._receive(request, list(of_request))
-        except Exception:
+        except BaseException:  # such as KeyboardInterrupt: no half step may be gone on from
             for opened in list(self._open.values()):
                 self._end(opened, "error")
             raise
@@ -274,7 +281,7 @@ class Engine:
                 self.planner.end(branch)
             elif chunk.finish_reason:
                 self._finish(opened, chunk.finish_reason)
-            opened.deliver(chunk)  # whoever sees the last chunk can rely on the blocks being free
+            self._deliver(opened, chunk)
 
     def _receive_candidates(
         self, opened: OpenRequest, beams: BeamSearch, results: Sequence[ChunkResult]
@@ -284,7 +291,12 @@ class Engine:
         if beams.done:
             self._finish(opened, beams.results()[0].finish_reason)
             for chunk in opened.receive_beams():
-                opened.deliver(chunk)
+                self._deliver(opened, chunk)
+
+    def _deliver(self, opened: OpenRequest, chunk: CompletionChunk) -> None:
+        """Hand a chunk over; whoever sees the last one can rely on the blocks being free."""
+        if not opened.send(chunk) and not opened.finished:
+            self._finish(opened, "abort")
 
     def _end(self, opened: OpenRequest, reason: FinishReason) -> None:
         self._finish(opened, reason)
@@ -347,8 +359,8 @@ def _check_fields(
         raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise ValueError(f"request_id must be a text that is not empty, not {request_id!r}")
-    if not isinstance(priority, int):
-        raise ValueError(f"priority must be an integer, not {priority!r}")
+    if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority must be an integer of 32 bits, not {priority!r}")
     for name, value in (("user", user), ("cache_salt", cache_salt)):
         if not isinstance(value, str):
             raise ValueError(f"{name} must be a text, not {value!r}")

@@ -35,12 +35,22 @@ class OpenRequest:
         self.chunks: deque[CompletionChunk] = deque()
         self._detokenizers = dict(enumerate(detokenizers))  # of outputs that have not ended
         self._unfinished = dict.fromkeys(range(request.params.n))
-        self.deliver = deliver or self.chunks.append
+        self.deliver: Callable[[CompletionChunk], None] = deliver or self.chunks.append
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
     @property
     def finished(self) -> bool:
         return self.request.finish_reason is not None
+
+    def send(self, chunk: CompletionChunk) -> bool:
+        """Deliver a chunk; False if whoever takes them raised, and so gets no more."""
+        try:
+            self.deliver(chunk)
+        except Exception:
+            log.exception("request %s is aborted: its chunks are not taken", chunk.request_id)
+            self.deliver = _discard
+            return False
+        return True
 
     def score_prompt(self, scores: list[TokenLogprobs]) -> None:
         """Take in log-probabilities of the next tokens of the prompt."""
@@ -96,7 +106,7 @@ class OpenRequest:
             except Exception:
                 log.exception("the last text of request %s is lost", self.request.request_id)
             self._forget(index)
-            self.deliver(chunk)
+            self.send(chunk)
 
     def collect(self) -> RequestOutput:
         """Everything that was not taken chunk by chunk, as one output."""
@@ -129,3 +139,6 @@ class OpenRequest:
             return None
         taken, self._prompt_logprobs = self._prompt_logprobs, []
         return taken
+
+
+def _discard(chunk: CompletionChunk) -> None: ...

@@ -2,7 +2,14 @@
 
 from pageloom.memory.pool import BlockPool, IntegrityError, check_integrity
 from pageloom.memory.prefix import BlockKey, block_key, root_hash
-from pageloom.memory.table import BlockTable, blocks_for, distinct_blocks, move
+from pageloom.memory.table import (
+    BlockTable,
+    blocks_for,
+    blocks_for_branches,
+    distinct_blocks,
+    move,
+    tokens_for_branches,
+)
 
 __all__ = [
     "BlockKey",
@@ -11,8 +18,10 @@ __all__ = [
     "IntegrityError",
     "block_key",
     "blocks_for",
+    "blocks_for_branches",
     "check_integrity",
     "distinct_blocks",
     "move",
     "root_hash",
+    "tokens_for_branches",
 ]

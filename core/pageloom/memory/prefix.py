@@ -42,8 +42,8 @@ class PrefixIndex:
         return block in self._key_of
 
     def find(self, key: BlockKey) -> int | None:
-        """The block that holds ``key``. Token ids are compared, so two contents of one hash are
-        never mistaken for each other."""
+        """The block that holds ``key``. Token ids are compared, so two blocks of one hash are not
+        mistaken for each other."""
         block = self._block_of.get(key.hash)
         return block if block is not None and self._key_of[block] == key else None
 

@@ -13,6 +13,26 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def blocks_for_branches(
+    num_branches: int, prompt_tokens: int, num_tokens: int, block_size: int
+) -> int:
+    """How many blocks hold ``num_branches`` sequences of ``num_tokens`` tokens that share a prompt.
+
+    That is at most, and not always possible with less: a branch that is computed again when it has
+    one output token computes the last block of the prompt itself.
+    """
+    shared = (prompt_tokens - 1) // block_size
+    return shared + num_branches * (blocks_for(num_tokens, block_size) - shared)
+
+
+def tokens_for_branches(
+    num_branches: int, prompt_tokens: int, num_blocks: int, block_size: int
+) -> int:
+    """The most ``num_tokens`` for which `blocks_for_branches` is no more than ``num_blocks``."""
+    shared = (prompt_tokens - 1) // block_size
+    return (shared + (num_blocks - shared) // num_branches) * block_size
+
+
 class BlockTable:
     """The blocks of one branch, in order: position p is in ``blocks[p // block_size]``.
 

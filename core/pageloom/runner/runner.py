@@ -44,8 +44,8 @@ class ChunkResult:
     likeliest next tokens with their log-probabilities. A failed chunk has neither.
 
     ``prompt_logprobs`` scores the tokens of the prompt that follow the chunk's, up to the next
-    chunk's first. Tokens that were scored before a preemption are not scored again, so the lists of a branch's
-    chunks, one after the other, are the whole prompt's without gap or overlap.
+    chunk's first. Tokens that were scored before a preemption are not scored again, so the lists
+    of a branch's chunks, one after the other, are the whole prompt's without gap or overlap.
     """
 
     chunk: Chunk
@@ -117,12 +117,16 @@ class ModelRunner:
         return results
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        if plan.swapped_out:
-            sources, targets = zip(*plan.swapped_out, strict=True)
-            self._host[list(targets)] = self.backend.read_blocks(sources)
-        if plan.swapped_in:
-            sources, targets = zip(*plan.swapped_in, strict=True)
-            self.backend.write_blocks(targets, self._host[list(sources)])
+        # Whoever gives way may leave its blocks to whoever comes back, on both sides: read, then
+        # write.
+        outgoing, incoming = plan.swapped_out, plan.swapped_in
+        if incoming:
+            coming = self._host[[source for source, _ in incoming]]
+        if outgoing:
+            going = self.backend.read_blocks([source for source, _ in outgoing])
+            self._host[[target for _, target in outgoing]] = going
+        if incoming:
+            self.backend.write_blocks([target for _, target in incoming], coming)
         if plan.copies:
             self.backend.copy_blocks(plan.copies)
 

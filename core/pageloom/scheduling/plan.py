@@ -40,10 +40,6 @@ class Chunk:
         return self.start + self.num_tokens
 
     @property
-    def samples(self) -> bool:
-        return self.draws > 0
-
-    @property
     def is_decode(self) -> bool:
         """Whether it is one new token's turn, rather than prompt or what is computed again."""
         prompt = len(self.branch.request.prompt_token_ids)
@@ -57,9 +53,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does, in this order: swap out, swap in, copy, compute.
+    """What one step does: swap out and in, then copy, then compute.
 
-    Blocks are taken and given back already; queues have yet to follow.
+    Blocks are taken and given back already; queues have yet to follow. A block that is swapped
+    out may be a target of what is swapped in, on either side, so all sources are read before a
+    target is written.
     """
 
     chunks: tuple[Chunk, ...]
@@ -97,6 +95,7 @@ class DraftPlan:
         self._waiting = waiting
         self._tokens_left = limits.max_num_batched_tokens
         self._seats_left = limits.max_num_seqs - sum(r.seats for r in running.values())
+        self._spare_blocks = 0  # that the grant asked for must leave
         self._refusal: Refusal | None = None
         self._chunks: list[Chunk] = []
         self._admitted: list[Request] = []
@@ -128,6 +127,10 @@ class DraftPlan:
         return self._seats_left
 
     @property
+    def block_size(self) -> int:
+        return self._limits.block_size
+
+    @property
     def blocks_free(self) -> int:
         return self._pool.num_free
 
@@ -135,7 +138,9 @@ class DraftPlan:
     def refusal(self) -> Refusal | None:
         return self._refusal
 
-    def run(self, request: RequestView, max_tokens: int | None = None) -> int:
+    def run(
+        self, request: RequestView, max_tokens: int | None = None, spare_blocks: int = 0
+    ) -> int:
         """See `PlanView.run`."""
         target = self._open(request)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
@@ -143,6 +148,7 @@ class DraftPlan:
         if target.status is Status.WAITING and self._seats_left < target.seats:
             self._refusal = "seats"
             return 0
+        self._spare_blocks = spare_blocks
         budget = self._tokens_left if max_tokens is None else min(max_tokens, self._tokens_left)
         self._refusal = None
         granted = self._run_together(target, budget)
@@ -193,7 +199,7 @@ class DraftPlan:
         for branch in branches:
             missing += branch.table.missing(branch.num_tokens)
         missing += _copies_needed(branches)
-        if missing > self._pool.num_free:
+        if missing > self._pool.num_free - self._spare_blocks:
             return self._refuse("blocks")
         self._swap_in(target)
         for branch in branches:
@@ -229,14 +235,14 @@ class DraftPlan:
         missing += sum(not self._pool.references(block) for block in reused)
         if target.swapped:
             missing += distinct_blocks([b.table for b in target.branches])
-        if missing > self._pool.num_free:
+        if missing > self._pool.num_free - self._spare_blocks:
             return self._refuse("blocks")
         self._swap_in(target)
         if reused:
             branch.table.extend(reused)
             branch.num_computed = start
             if not target.num_preemptions:
-                target.num_cached += len(reused) * size
+                target.cached_tokens += len(reused) * size
         return self._grant(branch, granted)
 
     def _find_computed(self, branch: Branch, limit: int) -> list[int]:
@@ -261,7 +267,7 @@ class DraftPlan:
 
     def _grant(self, branch: Branch, num_tokens: int) -> int:
         """Run the next ``num_tokens`` of a branch; the blocks that this takes are free."""
-        request, table, size = branch.request, branch.table, self._limits.block_size
+        request, table = branch.request, branch.table
         start, stop = branch.num_computed, branch.num_computed + num_tokens
         if table.shares(start):
             self._copies.append(table.copy_on_write(start))
@@ -272,19 +278,31 @@ class DraftPlan:
             draws = request.seats if forks else 1
         self._chunks.append(Chunk(branch, start, num_tokens, draws))
         self._tokens_left -= num_tokens
-        if self._limits.enable_prefix_caching:
-            for index in range(start // size, stop // size):
-                self._pool.register(branch.key(index), table.blocks[index])
+        self._register(branch, start, stop)
         return num_tokens
 
+    def _register(self, branch: Branch, start: int, stop: int) -> None:
+        """Let others find the blocks that are full when positions ``start .. stop - 1`` are
+        computed."""
+        if self._limits.enable_prefix_caching:
+            size = self._limits.block_size
+            for index in range(start // size, stop // size):
+                self._pool.register(branch.key(index), branch.table.blocks[index])
+
     def _swap_in(self, target: Request) -> None:
-        if target.swapped:
-            self._swapped_in += move([branch.table for branch in target.branches], self._pool)
-            target.swapped = False
+        if not target.swapped:
+            return
+        self._swapped_in += move([branch.table for branch in target.branches], self._pool)
+        target.swapped = False
+        for branch in target.branches:
+            self._register(branch, 0, branch.num_computed)
 
     def _swaps(self, target: Request) -> bool:
-        mode = self._limits.preemption_mode
-        return mode == "swap" or (mode == "auto" and len(target.branches) > 1)
+        mode, branches = self._limits.preemption_mode, target.branches
+        if len(branches) == 1:
+            return mode == "swap"
+        # While branches are being computed again, some do not hold yet what they will share.
+        return mode != "recompute" and all(branch.num_pending == 1 for branch in branches)
 
     # -- checks -----------------------------------------------------------------------------
 

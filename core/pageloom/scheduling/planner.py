@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pageloom.contract import RequestRecord, RequestView, Scheduler
-from pageloom.memory import BlockPool, IntegrityError, blocks_for, check_integrity
+from pageloom.memory import (
+    BlockPool,
+    IntegrityError,
+    blocks_for_branches,
+    check_integrity,
+    tokens_for_branches,
+)
 from pageloom.scheduling.plan import Chunk, DraftPlan, Limits, StepPlan
 from pageloom.scheduling.request import Branch, FinishReason, Request, Status
 
@@ -86,7 +92,7 @@ class Planner:
         # An OrderedDict and not a dict: taking from a dict's head again and again is quadratic.
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: dict[str, Request] = {}
-        self._arrived: list[RequestView] = []  # since the last plan
+        self._arrived: dict[RequestView, None] = {}  # since the last plan
         self._finished: list[RequestView] = []
         self._empty_plans = 0
         self._fruitless_preemptions = 0
@@ -103,9 +109,10 @@ class Planner:
         if its id is taken or its prompt is empty; then nothing is changed."""
         if request.request_id in self:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        request.open(self.pool, self.limits.block_size, self._max_tokens(request))
+        self._check_size(request)
+        request.open(self.pool, self.limits.block_size, self._room_for_output(request))
         self.waiting[request.request_id] = request
-        self._arrived.append(request.view)
+        self._arrived[request.view] = None
 
     def plan(self) -> StepPlan:
         """Let the policy plan a step, and move the requests that it admitted or preempted.
@@ -186,17 +193,20 @@ class Planner:
         self.waiting.pop(request.request_id, None)
         for branch in request.branches:
             if not request.swapped:
-                self.pool.forget(_doubtful(branch, reason))
+                self.pool.forget(_unusable_blocks(branch, reason))
             branch.table.release()
         request.status = Status.FINISHED
         request.finish_reason = reason
-        self._finished.append(request.view)
+        if request.view in self._arrived:
+            del self._arrived[request.view]  # no policy has seen it
+        else:
+            self._finished.append(request.view)
         return RequestRecord(
             request_id=request.request_id,
             user=request.user,
             finish_reason=reason,
             prompt_tokens=len(request.prompt_token_ids),
-            cached_tokens=request.num_cached,
+            cached_tokens=request.cached_tokens,
             output_tokens=request.returned_tokens,
             preemptions=request.num_preemptions,
             arrived=request.arrival_time,
@@ -211,18 +221,22 @@ class Planner:
         stops = {chunk.branch: chunk.stop for chunk in plan.chunks}
         tokens = blocks = 0
         for request in self.running.values():
-            filled: dict[int, int] = {}
-            for branch in request.branches:
-                stop, held = stops.get(branch, branch.num_computed), branch.table.blocks
-                if len(request.branches) == 1:
-                    tokens, blocks = tokens + stop, blocks + len(held)
-                    break
-                for index, block in enumerate(held):
-                    size = min(stop - index * self.limits.block_size, self.limits.block_size)
-                    filled[block] = max(filled.get(block, 0), size)
-            tokens, blocks = tokens + sum(filled.values()), blocks + len(filled)
+            ends = [stops.get(branch, branch.num_computed) for branch in request.branches]
+            if len(ends) == 1:
+                tokens += ends[0]
+                blocks += len(request.branches[0].table.blocks)
+            else:
+                filled = _filled_slots(request.branches, ends)
+                tokens += sum(filled.values())
+                blocks += len(filled)
         # What requests share with each other are full blocks.
         return tokens - (blocks - self.pool.num_used) * self.limits.block_size
+
+    def reset_prefix_cache(self) -> None:
+        """Give up all cached prefixes, those that open requests have computed included."""
+        self.pool.forget_all()
+        for request in (*self.running.values(), *self.waiting.values()):
+            request.isolate()
 
     def check_integrity(self) -> None:
         """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly, or if a
@@ -275,11 +289,8 @@ class Planner:
             f"{self.pool.num_free} of {self.pool.num_blocks} blocks free"
         )
 
-    def _max_tokens(self, request: Request) -> int:
-        """Most output tokens of a request: what it asks for, or else all that there is room for.
-
-        The last token is returned and never computed, so it needs no room but in the model.
-        """
+    def _check_size(self, request: Request) -> None:
+        """Raise unless the request can run to its ``max_tokens``, or to one token without any."""
         limits, prompt = self.limits, len(request.prompt_token_ids)
         name = f"request {request.request_id}"
         if not prompt:
@@ -289,28 +300,25 @@ class Planner:
                 f"{name} has a prompt of {prompt} tokens, but max_model_len is "
                 f"{limits.max_model_len} and must leave room for one output token"
             )
-        if request.seats > limits.max_num_seqs:
-            raise RequestTooLargeError(
-                f"{name} has {request.seats} branches (n or beam_width), but max_num_seqs is "
-                f"{limits.max_num_seqs}"
-            )
-        if request.seats > limits.max_num_batched_tokens:
-            raise RequestTooLargeError(
-                f"{name} has {request.seats} branches (n or beam_width), which compute a token "
-                f"each in one step, but max_num_batched_tokens is {limits.max_num_batched_tokens}"
-            )
-        asked, room = request.params.max_tokens, limits.max_model_len - prompt
-        output = min(asked or 1, room)  # what it needs at least
-        computed = prompt + output - 1
-        shared = prompt // limits.block_size  # blocks that all branches share
-        needed = shared + request.seats * (blocks_for(computed, limits.block_size) - shared)
+        branches, size = request.seats, limits.block_size
+        for key, most in (
+            ("max_num_seqs", limits.max_num_seqs),
+            ("max_num_batched_tokens", limits.max_num_batched_tokens),
+        ):
+            if branches > most:
+                raise RequestTooLargeError(
+                    f"{name} has {branches} branches, which run in one step, but {key} is {most}; "
+                    f"lower n or beam_width, or raise {key}"
+                )
+        output = min(request.params.max_tokens or 1, limits.max_model_len - prompt)
+        computed = prompt + output - 1  # the last token is returned and never computed
+        needed = blocks_for_branches(branches, prompt, computed, size)
         if needed > self.pool.num_blocks:
-            branches = f", {request.seats} branches" if request.seats > 1 else ""
+            several = f", {branches} branches" if branches > 1 else ""
             raise RequestTooLargeError(
                 f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens"
-                f"{branches}, {limits.block_size} per block), but the pool has "
-                f"{self.pool.num_blocks}; shorten it, or raise kv_cache.memory (or "
-                f"kv_cache.num_blocks)"
+                f"{several}, {size} per block), but the pool has {self.pool.num_blocks}; shorten "
+                f"it, or raise kv_cache.memory (or kv_cache.num_blocks)"
             )
         if not limits.enable_chunked_prefill and computed > limits.max_num_batched_tokens:
             raise RequestTooLargeError(
@@ -318,18 +326,35 @@ class Planner:
                 f"max_num_batched_tokens is {limits.max_num_batched_tokens} and "
                 f"enable_chunked_prefill is off; shorten it, or change one of the two"
             )
-        if asked is not None:
-            return output
-        per_branch = (self.pool.num_blocks - shared) // request.seats
-        most = (shared + per_branch) * limits.block_size
+
+    def _room_for_output(self, request: Request) -> int:
+        """Most output tokens: what it asks for, or else all that there is room for."""
+        limits, prompt = self.limits, len(request.prompt_token_ids)
+        room = limits.max_model_len - prompt
+        if request.params.max_tokens is not None:
+            return min(request.params.max_tokens, room)
+        blocks = self.pool.num_blocks
+        most = tokens_for_branches(request.seats, prompt, blocks, limits.block_size)
         if not limits.enable_chunked_prefill:
             most = min(most, limits.max_num_batched_tokens)
         return min(room, most + 1 - prompt)
 
 
-def _doubtful(branch: Branch, reason: FinishReason) -> Sequence[int]:
+def _unusable_blocks(branch: Branch, reason: FinishReason) -> Sequence[int]:
     """Blocks of an ending branch that others must not find: those that no step has filled, and
     all of them after a failure."""
     blocks = branch.table.blocks
     filled = 0 if reason == "error" else branch.num_computed // branch.table.block_size
     return blocks[filled:]
+
+
+def _filled_slots(branches: Sequence[Branch], ends: Sequence[int]) -> dict[int, int]:
+    """How many tokens each block of ``branches`` holds, of which ``ends`` are computed."""
+    size, filled = branches[0].table.block_size, dict[int, int]()
+    for branch, end in zip(branches, ends, strict=True):
+        whole, rest = divmod(end, size)
+        filled.update(dict.fromkeys(branch.table.blocks[:whole], size))
+        if rest:
+            block = branch.table.blocks[whole]
+            filled[block] = max(filled.get(block, 0), rest)
+    return filled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from secrets import token_bytes
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -90,6 +91,7 @@ class Request:
         "arrival_time",
         "beams",
         "branches",
+        "cached_tokens",
         "eos_token_ids",
         "finish_reason",
         "finished_tokens",
@@ -97,7 +99,6 @@ class Request:
         "first_token_time",
         "max_tokens",
         "metadata",
-        "num_cached",
         "num_preemptions",
         "params",
         "priority",
@@ -144,7 +145,7 @@ class Request:
         self.finished_tokens = 0  # output of branches that have ended
         self.status = Status.WAITING
         self.swapped = False  # whether its blocks are in the host pool
-        self.num_cached = 0
+        self.cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -172,6 +173,13 @@ class Request:
         first = self.branches[0]
         self.branches += [first.fork(index) for index in range(1, self.seats)]
 
+    def isolate(self) -> None:
+        """Let nobody find what was computed so far, or what will be computed from it."""
+        if any(branch.num_computed for branch in self.branches):
+            self.root_hash = token_bytes(32)
+            for branch in self.branches:
+                branch._keys.clear()
+
     def reorder(self, choices: Sequence[tuple[int, int]]) -> None:
         """Make each (branch, token id) of ``choices`` a branch; those not chosen end."""
         parents, self.branches = self.branches, []
@@ -197,7 +205,8 @@ class Request:
         """Output tokens that its client gets: of beams, those of the best."""
         if self.beams is None:
             return self.output_tokens
-        return sum(len(output.token_ids) for output in self.beams.results())
+        returned = self.beams.results() if self.beams.done else ()
+        return sum(len(output.token_ids) for output in returned)
 
     def stop_reason_of(self, branch: Branch) -> FinishReason | None:
         """Why a branch that is no beam ends with the token it got last, or None if it goes on."""
@@ -250,7 +259,7 @@ class View:
 
     @property
     def cached_tokens(self) -> int:
-        return self._request.num_cached
+        return self._request.cached_tokens
 
     @property
     def computed_tokens(self) -> int:
