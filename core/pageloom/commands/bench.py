@@ -4,4 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from pageloom.commands.bench_attention import attention
+from pageloom.commands.bench_engine import engine
+from pageloom.commands.bench_memory import memory
+
 bench = typer.Typer(help="Measure and compare.", no_args_is_help=True)
+bench.command()(attention)
+bench.command()(engine)
+bench.command()(memory)

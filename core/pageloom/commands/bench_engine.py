@@ -134,8 +134,8 @@ def _measure(
     save: Callable[[Comparison], None],
 ) -> Comparison:
     """``save`` is called after each round: all of them may take hours."""
+    from pageloom.bench.machine import Machine, load_average
     from pageloom.bench.serving.compare import build_sides, prepare, run_rounds, warm_up
-    from pageloom.bench.serving.machine import Machine, load_average
     from pageloom.bench.serving.report import Comparison
 
     load, done = load_average(), []

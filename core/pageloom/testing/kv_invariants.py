@@ -94,7 +94,7 @@ class KVInvariants:
             # Several branches draw together, so each may be left with its newest token.
             newest = chunk.stop == branch.num_tokens - 1 and len(branch.request.branches) > 1
             _require(
-                chunk.draws or newest or not whole,
+                bool(chunk.draws) or newest or not whole,
                 f"{_name(branch)} is to run in chunks, but enable_chunked_prefill is off",
             )
 

@@ -1,31 +1,67 @@
-"""Paged attention on a CPU with native decodes."""
+"""Paged attention on a CPU, in C++: decodes, chunks and prompts of a step in one call per layer."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pageloom.contract import AttentionBatch, AttentionSpec, KVQuantizer, LayerSpec, native
-from pageloom_attention.torch_paged import DecodeGroup, TorchPaged
+from pageloom.contract import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVQuantizer,
+    native,
+)
 
-SOURCE = Path(__file__).with_name("cpu_paged.cpp")
-MAX_HEAD_SIZE = 512  # as in the source
+SOURCE = Path(__file__).parent / "native" / "cpu_paged.cpp"
 # Sums keep their order, so results are the same on every run; these only let loops vectorise.
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
-DTYPES = (torch.float32, torch.bfloat16)
-
-_P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_bool
-_DECODE: list[Any] = [_B, _P, _I, _P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _F, _P]
-_STORE: list[Any] = [_P, _P, _I, _I, _P, _P, _P, _I, _I, _I, _I]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by number, as in the source
 
 
-class CPUPaged(TorchPaged):
-    """Stores and decodes in C++, which reads K and V where they lie; prefills as `TorchPaged`.
+class _Layer(ctypes.Structure):
+    """As in native/layout.h."""
 
-    The source is compiled when the backend is first made on a machine.
+    _fields_ = (
+        ("cache", c_void_p),
+        ("dtype", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_size", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class _Batch(ctypes.Structure):
+    """As in native/cpu_paged.cpp."""
+
+    _fields_ = (
+        ("sequences", c_int64),
+        ("tokens", c_int64),
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("tables", c_void_p),
+        ("table_stride", c_int64),
+        ("slots", c_void_p),
+    )
+
+
+_Strides = c_int64 * 4
+
+
+class CPUPaged(AttentionBackend):
+    """Reads each K and V vector once for all query heads of its group, where it lies.
+
+    A layer's cache is ``uint8 [num_blocks, bytes]``; native/layout.h says what a block holds. The
+    source is compiled when the backend is first made on a machine.
     """
 
     auto_rank = 20
@@ -35,78 +71,99 @@ class CPUPaged(TorchPaged):
         if spec.device.type != "cpu":
             return f"runs on a CPU, not on {spec.device}"
         if spec.dtype not in DTYPES:
-            return f"computes in float32 and bfloat16, not {spec.dtype}"
+            return f"computes in float32, bfloat16 and float16, not {spec.dtype}"
         if spec.quantizer is not None:
             return "stores the model's dtype only; torch_paged runs every KV quantizer"
-        largest = max(layer.head_size for layer in spec.layers)
-        if largest > MAX_HEAD_SIZE:
-            return f"supports head sizes up to {MAX_HEAD_SIZE}, not {largest}"
         if native.find_compiler() is None:
             return "needs a C++ compiler (c++, or the one that CXX names)"
         return None
 
     def __init__(self, config: Any, spec: AttentionSpec, quantizer: KVQuantizer | None) -> None:
         super().__init__(config, spec, quantizer)
-        library = native.build(SOURCE, FLAGS)
-        self._native_decode, self._native_store = library.pageloom_decode, library.pageloom_store
-        self._native_decode.argtypes, self._native_decode.restype = _DECODE, None
-        self._native_store.argtypes, self._native_store.restype = _STORE, None
+        self._forward = native.build(SOURCE, FLAGS).pageloom_forward
+        self._forward.restype = None
+        self._forward.argtypes = [
+            POINTER(_Layer),
+            POINTER(_Batch),
+            *[c_void_p] * 4,
+            POINTER(c_int64),
+            c_void_p,
+        ]
+        self._cache: list[torch.Tensor] = []
+        self._layers: list[_Layer] = []
+
+    def bytes_per_block(self) -> int:
+        return sum(self._layer_bytes())
+
+    def allocate(self, num_blocks: int) -> None:
+        for spec, size in zip(self.spec.layers, self._layer_bytes(), strict=True):
+            # Left as it is: a cache of gigabytes takes memory only as its blocks are written.
+            cache = torch.empty(num_blocks, size, dtype=torch.uint8)
+            self._cache.append(cache)
+            self._layers.append(
+                _Layer(
+                    cache=cache.data_ptr(),
+                    dtype=DTYPES.index(self.spec.dtype),
+                    heads=spec.num_heads,
+                    kv_heads=spec.num_kv_heads,
+                    head_size=spec.head_size,
+                    block_size=self.spec.block_size,
+                    window=spec.window or 0,
+                    scale=spec.scale,
+                    softcap=spec.softcap or 0.0,
+                )
+            )
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._batch = batch
-        super().plan(batch)
-
-    def plan_store(self, slots: torch.Tensor) -> None:
-        pass  # the slots of the batch are all that `store` needs
-
-    def plan_decodes(
-        self, batch: AttentionBatch, layer: LayerSpec, seen: list[int]
-    ) -> list[DecodeGroup]:
-        return []
-
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        spec, (keys, values) = self.spec.layers[layer], self.cache[layer]
-        size = self.spec.dtype.itemsize
-        self._native_store(
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(0) * size,
-            v.stride(0) * size,
-            keys.data_ptr(),
-            values.data_ptr(),
-            self._batch.slots.data_ptr(),
-            self._batch.num_tokens,
-            spec.num_kv_heads,
-            self.spec.block_size,
-            spec.head_size * size,
+        self._held = batch  # its tensors must outlive the pointers
+        self._batch = _Batch(
+            sequences=batch.num_seqs,
+            tokens=batch.num_tokens,
+            query_start=batch.query_start.data_ptr(),
+            seq_lens=batch.seq_lens.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            table_stride=batch.block_tables.stride(0),
+            slots=batch.slots.data_ptr(),
         )
 
-    def decode_all(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        batch, spec, (keys, values) = self._batch, self.spec.layers[layer], self.cache[layer]
-        if not batch.num_decodes:
-            return
         if sinks is not None:
             sinks = sinks.float().contiguous()
-        self._native_decode(
-            self.spec.dtype is torch.bfloat16,
+        self._forward(
+            self._layers[layer],
+            self._batch,
             q.data_ptr(),
-            q.stride(0),
+            k.data_ptr(),
+            v.data_ptr(),
             out.data_ptr(),
-            out.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            batch.block_tables.data_ptr(),
-            batch.block_tables.stride(0),
-            batch.seq_lens.data_ptr(),
-            batch.num_decodes,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            self.spec.block_size,
-            spec.window or 0,
-            spec.scale,
-            spec.softcap or 0.0,
+            _Strides(q.stride(0), k.stride(0), v.stride(0), out.stride(0)),
             None if sinks is None else sinks.data_ptr(),
         )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = (torch.tensor([pair[i] for pair in pairs]).long() for i in (0, 1))
+        for cache in self._cache:
+            cache[targets] = cache[sources]
+
+    def read_blocks(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.cat([cache[list(blocks)] for cache in self._cache], dim=1)
+
+    def write_blocks(self, blocks: Sequence[int], data: torch.Tensor) -> None:
+        for cache, part in zip(self._cache, data.split(self._layer_bytes(), dim=1), strict=True):
+            cache[list(blocks)] = part
+
+    def _layer_bytes(self) -> list[int]:
+        """Bytes of one block in each layer: head sizes are rounded up to whole vectors."""
+        vectors = 2 * self.spec.block_size * self.spec.dtype.itemsize
+        return [
+            vectors * layer.num_kv_heads * (-(-layer.head_size // 16) * 16)
+            for layer in self.spec.layers
+        ]

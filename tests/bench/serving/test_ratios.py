@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pageloom.bench.serving import statistics
-from pageloom.bench.serving.statistics import MIN_ROUNDS, median_of_percentiles, paired_ratio
+from pageloom.bench import statistics
+from pageloom.bench.statistics import MIN_ROUNDS, median_of_percentiles, paired_ratio
 
 
 def noisy(seed, rounds=MIN_ROUNDS, requests=40, spread=0.1):

@@ -8,15 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Case, Rig
 
 from pageloom.contract import LayerSpec
+from pageloom.testing.attention_candidate import Candidate
+from pageloom.testing.attention_cases import Case
+from pageloom.testing.attention_rig import Rig
+from pageloom.testing.attention_shadow import Branch
 from pageloom_attention import attend
 from pageloom_attention.naive_contiguous import NaiveContiguous
 from pageloom_attention.torch_paged import TorchPaged, group_by_length
 
 LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
+SHORT = {"max_model_len": 96}
 BACKENDS = pytest.mark.parametrize("backend", [TorchPaged, NaiveContiguous])
+
+
+def candidate(backend):
+    return Candidate(backend.__name__, backend, torch.device("cpu"))
 
 
 @given(st.lists(st.integers(1, 900), max_size=70), st.integers(0, 2000), st.integers(1, 5000))
@@ -46,7 +54,7 @@ def test_the_block_of_naive_contiguous_is_the_whole_context(requested):
 def test_naive_contiguous_has_no_other_block_size():
     with pytest.raises(ValueError, match=r"max_model_len = 96 .* not blocks of 16: leave kv_cache"):
         NaiveContiguous.block_size(16, max_model_len=96)
-    spec = replace(Case((LAYER,), None).spec(NaiveContiguous), block_size=16)
+    spec = replace(candidate(NaiveContiguous).spec(Case((LAYER,), **SHORT)), block_size=16)
     assert "not blocks of 16" in NaiveContiguous.check(spec)
 
 
@@ -57,14 +65,17 @@ def test_torch_paged_has_any_block_size(requested, answer):
 
 @BACKENDS
 def test_a_dtype_that_attention_is_not_computed_in_is_refused(backend):
-    reason = Case((LAYER,), None, torch.float8_e4m3fn).refusal(backend)
-    assert reason == "computes in float32, bfloat16, float16, float64, not float8_e4m3fn"
+    reason = candidate(backend).refusal(Case((LAYER,), torch.float8_e4m3fn))
+    assert (
+        reason
+        == f"{backend.__name__} computes in float32, bfloat16, float16, float64, not float8_e4m3fn"
+    )
 
 
 @BACKENDS
 def test_bytes_per_block_is_what_the_cache_takes(backend):
     other = replace(LAYER, num_kv_heads=1, head_size=40)
-    rig = Rig(backend, Case((LAYER, other), None, torch.bfloat16))
+    rig = Rig(candidate(backend), Case((LAYER, other), torch.bfloat16))
     spare = sum(2 * layer.head_size * 2 for layer in (LAYER, other))  # the zero rows
     held = sum(cache.numel() * cache.itemsize for cache in rig.backend.cache)
     assert held == rig.bytes_per_block * rig.backend.num_blocks + spare
@@ -82,16 +93,16 @@ def test_scores_of_long_prompts_are_computed_in_parts(backend, feature, monkeypa
 
     monkeypatch.setattr(attend, "SCORES", 1000)
     monkeypatch.setattr(attend, "explicit_attention", watched)
-    rig = Rig(backend, Case((replace(LAYER, **feature),), None))
-    branch = rig.branch()
+    rig = Rig(candidate(backend), Case((replace(LAYER, **feature),), **SHORT))
+    branch = Branch()
     rig.step((branch, 40))
     rig.step((branch, 30))
     assert max(most[-30:]) <= 1000
 
 
 def test_a_windowed_decode_does_not_read_what_lies_before_its_window(monkeypatch):
-    rig = Rig(TorchPaged, Case((replace(LAYER, window=5), LAYER)))
-    branches = [rig.branch() for _ in range(2)]
+    rig = Rig(candidate(TorchPaged), Case((replace(LAYER, window=5), LAYER)))
+    branches = [Branch() for _ in range(2)]
     rig.step(*((branch, n) for branch, n in zip(branches, (60, 3), strict=True)))
     gather, read = rig.backend.gather, {}
 

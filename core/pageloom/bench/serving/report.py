@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from pageloom.bench.machine import Machine
 from pageloom.bench.serving.compare import Round, Side
-from pageloom.bench.serving.machine import Machine
 from pageloom.bench.serving.replay import Replay
-from pageloom.bench.serving.statistics import (
+from pageloom.bench.serving.trace import Trace, TraceRequest
+from pageloom.bench.statistics import (
     CONFIDENCE,
     MIN_ROUNDS,
     Ratio,
     median_of_percentiles,
     paired_ratio,
+    show_ratio,
 )
-from pageloom.bench.serving.trace import Trace, TraceRequest
 from pageloom.engine.stats import EngineStats
 
 PERCENTILES = (50, 90, 99)
@@ -123,16 +124,6 @@ def _cells(row: Row) -> list[str]:
     for value, ratio in zip(shown[1:], row.ratios, strict=True):
         cells += [value, show_ratio(ratio)]
     return cells
-
-
-def show_ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    if ratio.rounds == 1:
-        return f"{ratio.value:.2f}"
-    low, high = f"{ratio.low:.2f}", f"{ratio.high:.2f}"
-    spread = f"({low} to {high})" if ratio.confidence is None else f"[{low}, {high}]"
-    return f"{ratio.value:.2f} {spread}"
 
 
 def notes(comparison: Comparison) -> Iterator[str]:

@@ -18,7 +18,7 @@ MIN_ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A config's value divided by the baseline's in the same round: the median over rounds."""
+    """One side's value divided by the baseline's: the median over rounds."""
 
     value: float
     low: float
@@ -27,6 +27,17 @@ class Ratio:
     confidence: float | None
     """Of the interval from `low` to `high`; None if there are too few rounds to have one, and the
     two are just the least and the greatest ratio of a round."""
+
+
+def show_ratio(ratio: Ratio | None) -> str:
+    """With its interval in brackets, or its range in parentheses."""
+    if ratio is None:
+        return ""
+    if ratio.rounds == 1:
+        return f"{ratio.value:.2f}"
+    low, high = f"{ratio.low:.2f}", f"{ratio.high:.2f}"
+    spread = f"({low} to {high})" if ratio.confidence is None else f"[{low}, {high}]"
+    return f"{ratio.value:.2f} {spread}"
 
 
 def median_of_percentiles(rounds: Sequence[Sequence[float]], percentile: float) -> float:
@@ -78,6 +89,28 @@ def paired_ratio(
         num_rounds,
         confidence,
     )
+
+
+def unpaired_ratio(values: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
+    """The ratio of the medians of two runs, whose rounds have nothing to do with each other.
+
+    The interval is the percentile bootstrap's, over the rounds of each. It knows only what varied
+    within the runs. All values must be above 0, and there must be `MIN_ROUNDS` of each, or else
+    `ValueError` is raised.
+    """
+    sides = [np.log(np.asarray(side, dtype=float)) for side in (values, baseline)]
+    fewest = min(map(len, sides))
+    if fewest < MIN_ROUNDS:
+        raise ValueError(f"{fewest} rounds are too few: {MIN_ROUNDS} are needed")
+    draw = np.random.default_rng(seed)
+    mine, theirs = (
+        np.median(side[draw.integers(len(side), size=(RESAMPLES, len(side)))], axis=1)
+        for side in sides
+    )
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(mine - theirs, [tail, 1 - tail])
+    value = np.median(sides[0]) - np.median(sides[1])
+    return Ratio(float(np.exp(value)), float(np.exp(low)), float(np.exp(high)), fewest, CONFIDENCE)
 
 
 def _log_ratios(

@@ -1,0 +1,1 @@
+"""Attention backends compared, case by case, on random keys and values: no model, no engine."""

@@ -1,0 +1,258 @@
+// Vectors of float32, and the element formats that the kernels compute with.
+//
+// A vector is the type of GCC and Clang that stands for one register of the CPU that the code is
+// compiled for, or for plain scalar code where it has none, so all that is not named below by an
+// intrinsic compiles anywhere.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
+
+namespace pageloom {
+
+// LANES is the number of float32 in a register. A tile of the product in product.h is ROWS by
+// COLUMNS registers, chosen to fit into the register file with what is multiplied.
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 6, COLUMNS = 4;  // 32 registers
+#elif defined(__AVX__)
+constexpr int LANES = 8, ROWS = 6, COLUMNS = 2;  // 16 registers
+#elif defined(__aarch64__)
+constexpr int LANES = 4, ROWS = 6, COLUMNS = 4;  // 32 registers
+#else
+constexpr int LANES = 4, ROWS = 3, COLUMNS = 4;  // 16 registers
+#endif
+
+constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
+constexpr float LOG2_E = 1.44269504f;
+
+template <typename T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(LANES * sizeof(T))));
+};
+using Vector = VectorOf<float>::type;
+using Words = VectorOf<uint32_t>::type;
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// All lanes the same.
+inline Vector spread(float x) { return x - Vector{}; }
+
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+inline float largest(Vector x) {
+  float result = x[0];
+  for (int i = 1; i < LANES; ++i) result = x[i] > result ? x[i] : result;
+  return result;
+}
+
+inline float sum(Vector x) {
+  float parts[LANES];
+  std::memcpy(parts, &x, sizeof x);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+inline Vector load(const float* x) {
+  Vector result;
+  std::memcpy(&result, x, sizeof result);
+  return result;
+}
+
+inline Words load_words(const uint16_t* x) {
+  VectorOf<uint16_t>::type narrow;
+  std::memcpy(&narrow, x, sizeof narrow);
+  return __builtin_convertvector(narrow, Words);
+}
+
+inline Vector load(const bfloat16* x) {
+  return bit_cast<Vector>(load_words(&x->bits) << 16);
+}
+
+// Exponent and mantissa move to their place in a float32, whose exponent has another bias, which a
+// product corrects, for subnormals too. Infinity and NaN have the largest exponent in both.
+inline Vector load(const float16* x) {
+  Words bits = load_words(&x->bits);
+  Words magnitude = (bits & 0x7fff) << 13;
+  Vector scaled = bit_cast<Vector>(magnitude) * 0x1p112f;
+  Words result = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bit_cast<Words>(scaled);
+  return bit_cast<Vector>(result | (bits & 0x8000) << 16);
+}
+
+inline void store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
+
+inline void store_low_halves(uint16_t* to, Words x) {
+  auto narrow = __builtin_convertvector(x, VectorOf<uint16_t>::type);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+// Rounds to nearest even. NaN stays NaN.
+inline void store(bfloat16* to, Vector x) {
+#if defined(__AVX512BF16__)
+  auto narrow = _mm512_cvtneps_pbh(bit_cast<__m512>(x));
+  std::memcpy(to, &narrow, sizeof narrow);
+#else
+  Words bits = bit_cast<Words>(x);
+  Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  store_low_halves(&to->bits, (bits & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7fc0 : rounded);
+#endif
+}
+
+// Rounds to nearest even; what is too large becomes infinity. NaN stays NaN.
+inline void store(float16* to, Vector x) {
+  Words bits = bit_cast<Words>(x), magnitude = bits & 0x7fffffff;
+  // Adding a power of two leaves the bits of a subnormal result at the low end of the mantissa.
+  Words tiny = bit_cast<Words>(bit_cast<Vector>(magnitude) + 0.5f) - 0x3f000000;
+  Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  Words result = magnitude < 0x38800000 ? tiny : normal;
+  result = magnitude >= 0x477ff000 ? Words{} + 0x7c00 : result;
+  result = magnitude > 0x7f800000 ? Words{} + 0x7e00 : result;
+  store_low_halves(&to->bits, result | (bits >> 16 & 0x8000));
+}
+
+// The first `count` elements; the other lanes are 0.
+template <typename T>
+inline Vector load_part(const T* x, int64_t count) {
+  if (count >= LANES) return load(x);
+  T padded[LANES] = {};
+  if (count > 0) std::memcpy(padded, x, count * sizeof(T));
+  return load(padded);
+}
+
+// The first `count` lanes.
+template <typename T>
+inline void store_part(T* to, Vector x, int64_t count) {
+  if (count >= LANES) return store(to, x);
+  T padded[LANES];
+  store(padded, x);
+  if (count > 0) std::memcpy(to, padded, count * sizeof(T));
+}
+
+// 2^x for x <= 127, within 2 units in the last place; 0 for x < -126.
+inline Vector power_of_two(Vector x) {
+  // Adding 1.5 * 2^23 rounds to an integer, which the low bits then hold.
+  Vector shifted = x + 0x1.8p23f;
+  Vector r = x - (shifted - 0x1.8p23f);
+  // Minimax polynomial on [-0.5, 0.5], relative error 7.5e-8.
+  Vector p = 1.32765e-3f * r + 9.67554e-3f;
+  p = p * r + 5.550713e-2f;
+  p = p * r + 2.402212e-1f;
+  p = p * r + 6.9314697e-1f;
+  p = p * r + 1.00000007f;
+  Words bits = bit_cast<Words>(p) + (bit_cast<Words>(shifted) << 23);
+  return x < -126.0f ? Vector{} : bit_cast<Vector>(bits);
+}
+
+// |x| may be anything; the absolute error is below 1e-6.
+inline Vector tanh(Vector x) {
+  Vector clamped = x > 10.0f ? spread(10.0f) : x < -10.0f ? spread(-10.0f) : x;
+  return 1.0f - 2.0f / (power_of_two(clamped * (2 * LOG2_E)) + 1.0f);
+}
+
+// A format says how the cache holds elements (Stored), and in which form the queries and softmax
+// weights that multiply them are kept (Operand). PAIR elements that are neighbours along the axis
+// of summation lie side by side, for instructions that sum such pairs. `multiply_add` adds to each
+// lane of `sum` the products of that lane's PAIR elements with the PAIR of `operand`. `widen` turns
+// [n / PAIR, m, PAIR] elements into float32 [n, m], which takes less time than it saves where they
+// are used in WIDE_ROWS rows or more.
+
+constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+
+// One element per lane, widened to float32.
+template <typename T>
+struct Single {
+  using Stored = T;
+  using Operand = float;
+  using Loaded = Vector;
+  using Factor = Vector;
+  static constexpr int PAIR = 1;
+  static constexpr int64_t WIDE_ROWS = sizeof(T) < sizeof(float) ? 4 * ROWS : NEVER;
+  static Loaded load_stored(const T* stored) { return load(stored); }
+  static Factor spread_operand(const float* operand) { return spread(*operand); }
+  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
+    return sum + stored * operand;
+  }
+  static void widen(const Stored* from, float* to, int64_t n, int64_t m) {
+    for (int64_t i = 0; i < n * m; i += LANES) store(to + i, load(from + i));
+  }
+};
+
+// Pairs of bfloat16, which AVX-512 and NEON can multiply and sum in one instruction.
+struct BFloat16Pairs {
+  using Stored = bfloat16;
+  using Operand = bfloat16;
+  static constexpr int PAIR = 2;
+#if defined(__AVX512FP16__)
+  // Intel's cores since Sapphire Rapids: an instruction for pairs takes twice as long as one for
+  // float32 (measured: 87 and 102 GFLOP/s).
+  static constexpr int64_t WIDE_ROWS = 4 * ROWS;
+#else
+  static constexpr int64_t WIDE_ROWS = NEVER;
+#endif
+  static void widen(const Stored* from, float* to, int64_t n, int64_t m) {
+    for (int64_t row = 0; row < n; row += 2)
+      for (int64_t i = 0; i < m; i += LANES) {
+        Words pairs;
+        std::memcpy(&pairs, from + row * m + 2 * i, sizeof pairs);
+        store(to + row * m + i, bit_cast<Vector>(pairs << 16));
+        store(to + (row + 1) * m + i, bit_cast<Vector>(pairs & 0xffff0000));
+      }
+  }
+#if defined(__AVX512BF16__)
+  using Loaded = __m512i;
+  using Factor = __m512i;
+  static Loaded load_stored(const Stored* stored) { return _mm512_loadu_si512(stored); }
+  static Factor spread_operand(const Operand* operand) {
+    int32_t pair;
+    std::memcpy(&pair, operand, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
+    return bit_cast<Vector>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(stored),
+                                             bit_cast<__m512bh>(operand)));
+  }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  using Loaded = bfloat16x8_t;
+  using Factor = bfloat16x8_t;
+  static Loaded load_stored(const Stored* stored) {
+    return vld1q_bf16(reinterpret_cast<const bfloat16_t*>(stored));
+  }
+  static Factor spread_operand(const Operand* operand) {
+    uint32_t pair;
+    std::memcpy(&pair, operand, sizeof pair);
+    return vreinterpretq_bf16_u32(vdupq_n_u32(pair));
+  }
+  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
+    return bit_cast<Vector>(vbfdotq_f32(bit_cast<float32x4_t>(sum), stored, operand));
+  }
+#endif
+};
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+using BFloat16 = BFloat16Pairs;
+#else
+using BFloat16 = Single<bfloat16>;
+#endif
+
+}  // namespace pageloom
