@@ -58,7 +58,7 @@ def test_the_systems_come_in_the_papers_order(run):
         assert batched[0] == pytest.approx(7.0, abs=0.01)
     held = {row["label"]: row["ours"] for row in rows if row["label"].endswith(", token states")}
     assert list(held.values()) == sorted(held.values())
-    assert held["Paged, token states"] > 96.3
+    assert held["Paged, token states"] > 94
 
 
 def test_shares_add_up_and_every_difference_is_explained(run):

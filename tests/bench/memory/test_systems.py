@@ -175,7 +175,7 @@ def test_a_step_takes_as_long_as_littles_law_says_of_the_paper():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("scheduler.max_num_seqs=5", "has 6 branches .* but max_num_seqs is 5"),
+        ("scheduler.max_num_seqs=5", "has 6 branches, .* but max_num_seqs is 5"),
         ("kv_cache.block_size=4000", "only 3 such blocks, and 6 beams .* may need 6; lower it"),
         ("kv_cache.block_size=20000", "only 0 such blocks"),
     ],
