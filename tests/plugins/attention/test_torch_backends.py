@@ -67,3 +67,46 @@ def test_torch_paged_has_any_block_size(requested, answer):
 def test_a_dtype_that_attention_is_not_computed_in_is_refused(backend):
     reason = candidate(backend).refusal(Case((LAYER,), torch.float8_e4m3fn))
     assert "computes in float32, bfloat16, float16, float64, not float8_e4m3fn" in reason
+
+
+@BACKENDS
+def test_bytes_per_block_is_what_the_cache_takes(backend):
+    other = replace(LAYER, num_kv_heads=1, head_size=40)
+    rig = Rig(candidate(backend), Case((LAYER, other), torch.bfloat16))
+    spare = sum(2 * layer.head_size * 2 for layer in (LAYER, other))  # the zero rows
+    held = sum(cache.numel() * cache.itemsize for cache in rig.backend.cache)
+    assert held == rig.bytes_per_block * rig.backend.num_blocks + spare
+
+
+@BACKENDS
+@pytest.mark.parametrize("feature", [{"softcap": 2.0}, {"sinks": True}])
+def test_scores_of_long_prompts_are_computed_in_parts(backend, feature, monkeypatch):
+    most = []
+    explicit = attend.explicit_attention
+
+    def watched(q, k, *rest):
+        most.append(q.shape[:-1].numel() * k.shape[-2])
+        return explicit(q, k, *rest)
+
+    monkeypatch.setattr(attend, "SCORES", 1000)
+    monkeypatch.setattr(attend, "explicit_attention", watched)
+    rig = Rig(candidate(backend), Case((replace(LAYER, **feature),), **SHORT))
+    branch = Branch()
+    rig.step((branch, 40))
+    rig.step((branch, 30))
+    assert max(most[-30:]) <= 1000
+
+
+def test_a_windowed_decode_does_not_read_what_lies_before_its_window(monkeypatch):
+    rig = Rig(candidate(TorchPaged), Case((replace(LAYER, window=5), LAYER)))
+    branches = [Branch() for _ in range(2)]
+    rig.step(*((branch, n) for branch, n in zip(branches, (60, 3), strict=True)))
+    gather, read = rig.backend.gather, {}
+
+    def watched(layer, rows):
+        read[layer] = rows.shape[-1]
+        return gather(layer, rows)
+
+    monkeypatch.setattr(rig.backend, "gather", watched)
+    rig.step(*((branch, 1) for branch in branches))
+    assert read == {0: 16, 1: 64}  # tokens 5 and 61, in whole vectors
