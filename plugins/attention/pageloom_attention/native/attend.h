@@ -138,7 +138,9 @@ class Attention {
           there ? cache_.key_tile(table_, task_.kv_head, tile) : work_.gathered_keys.data();
     }
     if constexpr (WIDENS) {
-      multiply(widen(tiles, num_tiles), first, last);
+      const float* wide[2 * STEP_TILES + AHEAD];
+      widen(tiles, num_tiles, wide);
+      multiply(wide, first, last);
     } else {
       multiply(tiles, first, last);
     }
@@ -154,22 +156,18 @@ class Attention {
                          work_.result.data(), width_);
   }
 
-  // The tiles of K and V in float32.
-  const float* const* widen(const Stored* const* tiles, int64_t num_tiles) {
+  // Put the tiles of K and V into `wide` as float32.
+  void widen(const Stored* const* tiles, int64_t num_tiles, const float** wide) {
     const int64_t elements = cache_.tile_elements();
     grow(work_.wide, 2 * STEP_TILES * elements);
     for (int64_t i = 0; i < 2 * num_tiles; ++i) {
       float* own = work_.wide.data() + i * elements;
-      if (i < num_tiles) {
-        Format::widen(tiles[i], own, width_, TILE);
-      } else {
-        Format::widen(tiles[i], own, TILE, width_);
-      }
-      wide_tiles_[i] = own;
+      const bool is_key = i < num_tiles;
+      Format::widen(tiles[i], own, is_key ? width_ : TILE, is_key ? TILE : width_);
+      wide[i] = own;
     }
-    // Nothing is worth fetching: what these rows cost is computing.
-    std::fill_n(wide_tiles_ + 2 * num_tiles, AHEAD, work_.wide.data());
-    return wide_tiles_;
+    // There is nothing to fetch: what many rows wait for is arithmetic.
+    std::fill_n(wide + 2 * num_tiles, AHEAD, work_.wide.data());
   }
 
   void soften_row(int64_t row, int64_t first, int64_t last, int64_t count) {
@@ -229,7 +227,6 @@ class Attention {
   Workspace<Format, Computed>& work_;
   const Cache<Format> cache_;
   const int64_t width_, group_, rows_;
-  const float* wide_tiles_[WIDENS ? 2 * STEP_TILES + AHEAD : 1];
 };
 
 }  // namespace pageloom

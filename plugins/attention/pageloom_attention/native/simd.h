@@ -10,7 +10,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include <arm_neon.h>
@@ -93,11 +93,17 @@ inline Vector load(const bfloat16* x) {
 // Exponent and mantissa move to their place in a float32, whose exponent has another bias, which a
 // product corrects, for subnormals too. Infinity and NaN have the largest exponent in both.
 inline Vector load(const float16* x) {
+#if defined(__AVX512F__)
+  return bit_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+#elif defined(__F16C__) && defined(__AVX__)
+  return bit_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+#else
   Words bits = load_words(&x->bits);
   Words magnitude = (bits & 0x7fff) << 13;
   Vector scaled = bit_cast<Vector>(magnitude) * 0x1p112f;
   Words result = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bit_cast<Words>(scaled);
   return bit_cast<Vector>(result | (bits & 0x8000) << 16);
+#endif
 }
 
 inline void store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
