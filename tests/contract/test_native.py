@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shlex
 import subprocess
 import sys
 
@@ -52,6 +53,26 @@ def test_a_library_is_built_once_and_loaded_again(tmp_path, cache, monkeypatch):
     write(tmp_path, SUM + "\n")
     native.build(source)
     assert len(list(cache.iterdir())) == 3
+
+
+@needs_compiler
+def test_a_changed_header_means_another_library(tmp_path, cache):
+    source = write(tmp_path, '#include "one.h"\nextern "C" int answer() { return ONE; }')
+    write(tmp_path, "#define ONE 1", "one.h")
+    assert native.build(source).answer() == 1
+    write(tmp_path, "#define ONE 2", "one.h")
+    assert native.build(source).answer() == 2
+
+
+@needs_compiler
+def test_a_compiler_may_not_know_this_cpu(tmp_path, cache, monkeypatch):
+    """GCC for RISC-V, for one, knows no -march=native."""
+    compiler = tmp_path / "compiler"
+    real = shlex.join(native.find_compiler())
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *native*) exit 1;; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert native.build(write(tmp_path, 'extern "C" int answer() { return 42; }')).answer() == 42
 
 
 @needs_compiler

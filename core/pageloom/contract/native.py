@@ -1,7 +1,7 @@
 """Native code in a plugin: C++ source in, loaded library out.
 
-A plugin ships one ``.cpp`` file whose functions are ``extern "C"``, and calls them by ctypes,
-which costs about a microsecond::
+A plugin ships a ``.cpp`` file whose functions are ``extern "C"``, with the headers that it includes
+beside it, and calls them by ctypes, which costs about a microsecond::
 
     from pageloom.contract import native
 
@@ -9,8 +9,9 @@ which costs about a microsecond::
     library.my_kernel(tensor.data_ptr(), len(tensor))
 
 The source is compiled for this machine's CPU when it is first needed, and kept under a key of
-source, compiler and CPU features, so that later starts only load it. OpenMP pragmas work; they
-run on the threads of torch, which must be imported before, so ``torch.set_num_threads`` counts.
+source, headers, compiler and CPU features, so that later starts only load it. OpenMP pragmas work;
+they run on the threads of torch, which must be imported before, so ``torch.set_num_threads``
+counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
+THIS_CPU = "-march=native"  # which some compilers lack for some CPUs
 
 
 class NativeBuildError(RuntimeError):
@@ -33,16 +35,20 @@ class NativeBuildError(RuntimeError):
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ there is."""
+    """The command of the C++ compiler: ``$CXX``, or the first of g++, c++ and clang++ there is.
+
+    On Linux torch brings the OpenMP runtime of g++, so that comes first.
+    """
     if named := shlex.split(os.environ.get("CXX", "")):
         return named if shutil.which(named[0]) else None
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
     return [found] if found else None
 
 
 def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile ``source`` with `FLAGS` and ``flags``, unless that was done before, and load it.
 
+    The files in its folder whose names end with ``.h`` count as parts of it.
     Libraries are kept in ``$XDG_CACHE_HOME/pageloom`` (``~/.cache/pageloom``); several processes
     may build at the same time. Raises `NativeBuildError` if there is no compiler, if it fails, or
     if the library cannot be loaded.
@@ -50,10 +56,15 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError("there is no C++ compiler: install one (c++), or set CXX")
-    command = [*compiler, *FLAGS, *flags]
-    # The predefined macros tell the compiler's version and the features of this CPU.
-    macros = _run([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    key = hashlib.sha256("\0".join([*command, macros, source.read_text("utf-8")]).encode())
+    command = [*compiler, *FLAGS, THIS_CPU, *flags]
+    try:
+        macros = _macros(command)
+    except NativeBuildError:
+        command.remove(THIS_CPU)
+        macros = _macros(command)
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [*command, macros, *(file.read_text("utf-8") for file in files)]
+    key = hashlib.sha256("\0".join(parts).encode())
     library = _cache() / f"{source.stem}-{key.hexdigest()[:32]}.so"
     if not library.exists():
         _compile(command, source, library)
@@ -63,6 +74,11 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
         raise NativeBuildError(
             f"{source.name} was compiled but cannot be loaded: {error}"
         ) from error
+
+
+def _macros(command: Sequence[str]) -> str:
+    """What the compiler defines itself, which tells its version and the features of the CPU."""
+    return _run([*command, "-x", "c++", "-dM", "-E", os.devnull])
 
 
 def _compile(command: Sequence[str], source: Path, library: Path) -> None:

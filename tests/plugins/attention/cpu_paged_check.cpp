@@ -1,6 +1,7 @@
 // The native kernels against attention by its definition, with no Python, so that it runs under an
 // emulator of another CPU and under sanitizers. Prints the largest error of each case.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -29,11 +30,17 @@ void fill(std::vector<T>& to) {
 }
 
 template <typename T>
-double value(const T& x) {
-  return load_part(&x, 1)[0];
+std::vector<double> exact(const std::vector<T>& x) {
+  std::vector<double> result;
+  for (size_t i = 0; i < x.size(); i += LANES) {
+    const Vector values = load_part(&x[i], x.size() - i);
+    for (size_t lane = 0; lane < LANES && i + lane < x.size(); ++lane)
+      result.push_back(values[lane]);
+  }
+  return result;
 }
 
-// Steps of decodes, chunks and a prompt; every other slot holds NaN. Returns the largest error.
+// Steps of prompts, chunks and decodes; slots not yet written hold NaN. Returns the largest error.
 template <typename T>
 double largest_error(const Case& c, int64_t dtype) {
   const std::vector<std::vector<int64_t>> steps = {
@@ -49,11 +56,11 @@ double largest_error(const Case& c, int64_t dtype) {
   std::shuffle(tables.begin(), tables.end(), generator);
   std::vector<float> sinks(c.heads);
   fill(sinks);
-  std::vector<std::vector<T>> keys(sequences), values(sequences);
+  std::vector<std::vector<double>> keys(sequences), values(sequences);
   std::vector<int64_t> lengths(sequences);
   double worst = 0;
   for (const auto& step : steps) {
-    // One batch per sequence order: those with one new token come first.
+    // Sequences with one new token come first in a batch.
     std::vector<int64_t> order;
     for (int64_t i = 0; i < sequences; ++i)
       if (step[i] == 1) order.push_back(i);
@@ -73,34 +80,38 @@ double largest_error(const Case& c, int64_t dtype) {
     const int64_t tokens = slots.size(), kv = c.kv_heads * c.head_size, all = c.heads * c.head_size;
     std::vector<T> q(tokens * all), k(tokens * kv), v(tokens * kv), out(tokens * all);
     fill(q), fill(k), fill(v);
-    Batch batch{sequences, tokens, starts.data(), seq_lens.data(), rows.data(), width, slots.data()};
+    Batch batch{sequences, tokens, starts.data(), seq_lens.data(), rows.data(), width,
+                slots.data()};
     const int64_t strides[] = {all, kv, kv, all};
     pageloom_forward(&layer, &batch, q.data(), k.data(), v.data(), out.data(), strides,
                      c.sinks ? sinks.data() : nullptr);
+    const std::vector<double> queries = exact(q), got = exact(out);
+    const std::vector<double> k_now = exact(k), v_now = exact(v);
     for (int64_t b = 0; b < sequences; ++b) {
       const int64_t i = order[b];
-      keys[i].insert(keys[i].end(), &k[starts[b] * kv], &k[0] + starts[b + 1] * kv);
-      values[i].insert(values[i].end(), &v[starts[b] * kv], &v[0] + starts[b + 1] * kv);
+      keys[i].insert(keys[i].end(), &k_now[starts[b] * kv], &k_now[0] + starts[b + 1] * kv);
+      values[i].insert(values[i].end(), &v_now[starts[b] * kv], &v_now[0] + starts[b + 1] * kv);
       for (int64_t row = starts[b]; row < starts[b + 1]; ++row)
         for (int64_t head = 0; head < c.heads; ++head) {
           const int64_t position = lengths[i] - starts[b + 1] + row;
           const int64_t first = c.window ? std::max<int64_t>(0, position + 1 - c.window) : 0;
+          const int64_t at = row * all + head * c.head_size;
           const int64_t kv_head = head / (c.heads / c.kv_heads) * c.head_size;
           std::vector<double> expected(c.head_size);
           double total = c.sinks ? std::exp(double(sinks[head])) : 0;
           for (int64_t t = first; t <= position; ++t) {
             double score = 0;
             for (int64_t d = 0; d < c.head_size; ++d)
-              score += value(q[row * all + head * c.head_size + d]) * value(keys[i][t * kv + kv_head + d]);
+              score += queries[at + d] * keys[i][t * kv + kv_head + d];
             score *= layer.scale;
             if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
-            total += std::exp(score);
+            const double weight = std::exp(score);
+            total += weight;
             for (int64_t d = 0; d < c.head_size; ++d)
-              expected[d] += std::exp(score) * value(values[i][t * kv + kv_head + d]);
+              expected[d] += weight * values[i][t * kv + kv_head + d];
           }
           for (int64_t d = 0; d < c.head_size; ++d) {
-            const double error =
-                std::fabs(value(out[row * all + head * c.head_size + d]) - expected[d] / total);
+            const double error = std::fabs(got[at + d] - expected[d] / total);
             if (!(error <= worst)) worst = error;  // NaN stays
           }
         }

@@ -40,8 +40,8 @@ inline void grow(std::vector<T>& buffer, size_t size) {
   if (buffer.size() < size) buffer.resize(size);
 }
 
-// Buffers of one thread, for a cache in one format and products in another. After a task `result` [rows, width], still to be divided by the totals,
-// and `sums` [rows] hold what it found.
+// Buffers of one thread, for a cache in one format and products in another. After a task, `result`
+// [rows, width], still to be divided by the totals, and `sums` [rows] hold what it found.
 template <typename Format, typename Computed>
 struct Workspace {
   std::vector<typename Computed::Operand> queries, weights;
@@ -60,8 +60,9 @@ struct Workspace {
   }
 };
 
-// Turn one row of scores, of which those in [begin, end) are seen, into weights 2^(score - largest),
-// and bring its sums up to date. Returns what the row's former result must be multiplied by.
+// Turn one row of scores, of which those in [begin, end) are seen, into weights
+// 2^(score - largest), and bring its sums up to date. Returns what the row's former result must be
+// multiplied by.
 template <typename Format>
 float soften(const Layer& layer, float* scores, int64_t count, int64_t begin, int64_t end,
              typename Format::Operand* weights, Sums& sums) {
@@ -180,8 +181,8 @@ class Attention {
       std::fill_n(weights, count, typename Computed::Operand{});
       return;
     }
-    const float correction = soften<Computed>(layer_, work_.scores.data() + row * STEP, count, begin,
-                                            end, weights, work_.sums[row]);
+    const float correction = soften<Computed>(layer_, work_.scores.data() + row * STEP, count,
+                                              begin, end, weights, work_.sums[row]);
     if (correction == 1.0f) return;
     float* result = work_.result.data() + row * width_;
     for (int64_t d = 0; d < width_; d += LANES) store(result + d, load(result + d) * correction);

@@ -2,7 +2,7 @@
 //
 // A step is cut into tasks, which threads take as they become free. A task is one KV head of one
 // sequence with up to QUERY_ROWS rows (query tokens times query heads of the group), over up to
-// DECODE_SPLIT or PREFILL_SPLIT tokens; what the splits of a range found is merged in their order
+// PREFILL_SPLIT or decode_split() tokens; what the splits of a range found is merged in their order
 // (Dao et al. 2023, "Flash-Decoding"). How a sequence is cut depends on its own tokens alone, so
 // its result is the same to the bit whatever else is in the batch and however many threads run.
 
@@ -18,7 +18,12 @@
 namespace pageloom {
 
 constexpr int64_t QUERY_ROWS = 96;
-constexpr int64_t DECODE_SPLIT = 2 * STEP, PREFILL_SPLIT = 16 * STEP;  // tokens
+constexpr int64_t PREFILL_SPLIT = 16 * STEP;  // tokens
+
+// Tokens of a decode's task: the fewer KV heads there are to share out, the fewer.
+inline int64_t decode_split(const Layer& layer) {
+  return STEP * std::clamp<int64_t>(layer.kv_heads / 2, 2, 16);
+}
 
 // One step. Read by ctypes: see cpu_paged.py.
 struct Batch {
@@ -46,7 +51,7 @@ int64_t plan(const Layer& layer, const Batch& batch, std::vector<Task>& tasks) {
   for (int64_t i = batch.sequences - 1; i >= 0; --i) {
     const int64_t length = batch.seq_lens[i];
     const int64_t count = batch.query_start[i + 1] - batch.query_start[i];
-    const int64_t size = count == 1 ? DECODE_SPLIT : PREFILL_SPLIT;
+    const int64_t size = count == 1 ? decode_split(layer) : PREFILL_SPLIT;
     for (int64_t first = (count - 1) / most * most; first >= 0; first -= most) {
       const int64_t queries = std::min(most, count - first), position = length - count + first;
       const int64_t end = position + queries;

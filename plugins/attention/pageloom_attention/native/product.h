@@ -26,7 +26,8 @@ struct Columns {
   const typename Format::Stored *now[COUNT], *ahead[COUNT];
 };
 
-// sums[r][c] += over `steps` of operands[r * row + step * PAIR ...] * columns.now[c][step * stride ...]
+// Over `steps`,
+//     sums[r][c] += operands[r * row + step * PAIR ...] * columns.now[c][step * stride ...]
 template <typename Format, int R, int C>
 inline void accumulate(Vector (&sums)[R][C], const typename Format::Operand* operands, int64_t row,
                        const Columns<Format, C>& columns, int64_t stride, int64_t steps,
@@ -50,7 +51,10 @@ inline void accumulate(Vector (&sums)[R][C], const typename Format::Operand* ope
 // that are shared out evenly, so that no call has much fewer rows than another.
 template <typename Run, int... R>
 inline void run_rows(int64_t first, int64_t count, Run run, std::integer_sequence<int, R...>) {
-  ((count == R + 1 && (run(first, std::integral_constant<int, R + 1>{}), true)) || ...);
+  const auto run_if = [&](auto number) {
+    if (count == number) run(first, number);
+  };
+  (run_if(std::integral_constant<int, R + 1>{}), ...);
 }
 template <typename Run>
 inline void for_each_rows(int64_t rows, Run run) {
@@ -98,7 +102,7 @@ void multiply_keys(const typename Format::Operand* queries, int64_t rows, int64_
   });
 }
 
-// result[r * width + d] += sum over the tokens t of the tiles of weights[r * weight_row + t] * V[t][d]
+// Over the tokens t of the tiles, result[r * width + d] += weights[r * weight_row + t] * V[t][d].
 // `tiles` holds AHEAD more than `num_tiles`.
 template <typename Format>
 void add_values(const typename Format::Operand* weights, int64_t rows, int64_t weight_row,

@@ -176,14 +176,14 @@ inline Vector tanh(Vector x) {
   return 1.0f - 2.0f / (power_of_two(clamped * (2 * LOG2_E)) + 1.0f);
 }
 
+constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+
 // A format says how the cache holds elements (Stored), and in which form the queries and softmax
 // weights that multiply them are kept (Operand). PAIR elements that are neighbours along the axis
 // of summation lie side by side, for instructions that sum such pairs. `multiply_add` adds to each
 // lane of `sum` the products of that lane's PAIR elements with the PAIR of `operand`. `widen` turns
 // [n / PAIR, m, PAIR] elements into float32 [n, m], which takes less time than it saves where they
 // are used in WIDE_ROWS rows or more.
-
-constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
 
 // One element per lane, widened to float32.
 template <typename T>
