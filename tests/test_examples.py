@@ -13,21 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tiny_model import write_model
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pageloom-example-attention", "pageloom-peers")
-
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
 
 GENERATE = """
 import json, sys
@@ -115,7 +104,7 @@ def test_they_pass_their_own_tests(environment, package):
 
 
 def test_an_engine_answers_with_the_new_backend_as_with_the_old(environment):
-    (environment.folder / "config.json").write_text(json.dumps(MODEL))
+    write_model(environment.folder)
     path = environment.folder / "engine.yaml"
     path.write_text(
         f"model: {{path: {environment.folder}, loader: dummy, dtype: float32,"

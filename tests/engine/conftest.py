@@ -6,29 +6,13 @@ batch.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from pageloom import Engine
 from pageloom.config import load_config
 from pageloom.engine.assemble import assemble
 from pageloom.plugins import Plugins
-
-MAX_MODEL_LEN = 64
-VOCAB = 96
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "eos_token_id": 0,
-}
+from tiny_model import write_model
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +27,7 @@ def engine():
 def build(tmp_path_factory):
     """Engines on one random model, by overrides."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_model(folder)
     path = folder / "engine.yaml"
     path.write_text(
         f"model: {{path: {folder}, loader: dummy, dtype: float32,"

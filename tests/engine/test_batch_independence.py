@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import MAX_MODEL_LEN, VOCAB
 from pageloom import SamplingParams
 from pageloom.contract import Scheduler
 from pageloom.engine.stats import EngineStats
 from pageloom.memory import blocks_for_branches
+from tiny_model import MAX_MODEL_LEN, VOCAB
 
 # Prompts begin alike, so that the prefix cache has something to find.
 BEGINNINGS = ([], [5] * 12, [5] * 12 + [7, 8, 9] * 4)

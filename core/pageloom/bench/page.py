@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jinja2 import Environment
 
@@ -24,7 +24,8 @@ _PAGE = """\
 </style>
 <h1>{{ page.title }}</h1>
 {% for line in page.intro %}<p>{{ line }}</p>
-{% endfor %}
+{% endfor %}{% if page.notes %}<ul>{% for line in page.notes %}<li>{{ line }}</li>{% endfor %}</ul>
+{% endif %}
 {% for name, data in images.items() %}
 <p><img alt="{{ name }}" src="data:image/png;base64,{{ data }}"></p>
 {% endfor %}
@@ -39,6 +40,9 @@ _PAGE = """\
 {% if section.items %}
 <ul>{% for item in section.items %}<li>{{ item }}</li>{% endfor %}</ul>
 {% endif %}
+{% if section.numbered %}
+<ol>{% for item in section.numbered %}<li>{{ item }}</li>{% endfor %}</ol>
+{% endif %}
 {% endfor %}
 </html>
 """
@@ -46,19 +50,21 @@ _PAGE = """\
 
 @dataclass(frozen=True)
 class Section:
-    """A heading over a table, a list, or both."""
+    """A heading over a table, and lists."""
 
     title: str
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     items: Sequence[str] = ()
+    numbered: Sequence[str] = ()  # items that something refers to by number
 
 
 @dataclass(frozen=True)
 class Page:
     title: str
     intro: Sequence[str]  # paragraphs
-    sections: Sequence[Section] = field(default_factory=list)
+    sections: Sequence[Section] = ()
+    notes: Sequence[str] = ()  # a list behind the paragraphs
 
     def as_html(self, images: Mapping[str, bytes]) -> str:
         """``images`` are PNG files by name, and become part of the page."""

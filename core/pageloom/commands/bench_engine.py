@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pageloom.commands import SetOption
+from pageloom.commands.files import require_folder_of, write_file
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def engine(
 
     Every request decodes greedily to its full length, so that all configs do the same work.
     """
-    for file in (json_file, markdown):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise PageloomError(f"{file} cannot be written: there is no folder {file.parent}")
+    require_folder_of(json_file)
+    require_folder_of(markdown)
     own = (prompt_tokens, output_tokens, prefix_tokens, prefix_groups)
     wanted = _trace(trace, requests, rate, seed, *own)
 
@@ -75,14 +75,15 @@ def engine(
 
     def save(comparison: Comparison) -> None:
         if json_file is not None:
-            _write(json_file, json.dumps({"command": sys.argv[1:], **as_json(comparison)}))
+            data = {"command": sys.argv[1:], **as_json(comparison)}
+            write_file(json_file, json.dumps(data).encode())
 
     comparison = _measure(
         configs, overrides, wanted, rounds, seed, keep_prefix_cache=keep_prefix_cache, save=save
     )
     _print(comparison)
     if markdown is not None:
-        _write(markdown, as_markdown(comparison))
+        write_file(markdown, as_markdown(comparison).encode())
 
 
 def _trace(
@@ -197,10 +198,3 @@ def _print(comparison: Comparison) -> None:
     console.print(shown)
     for note in notes(comparison):
         console.print(note, highlight=False, markup=False)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PageloomError(f"{file} cannot be written: {error.strerror}") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pageloom.commands import ConfigArgument, SetOption
+from pageloom.commands.files import make_folder, require_folder_of, write_file
 from pageloom.errors import PageloomError, shorten
 
 if TYPE_CHECKING:
@@ -46,23 +47,22 @@ def memory(
     workloads. No model is loaded: CONFIG says how steps are planned (scheduler, block size,
     preemption), runtime.seed what is drawn.
     """
+    from pageloom.bench.figures import require_matplotlib
     from pageloom.bench.memory import report as reports
-    from pageloom.bench.memory.figures import require_matplotlib
     from pageloom.bench.memory.paged import check_fit
     from pageloom.bench.memory.settings import settings_from
     from pageloom.config import load_config
 
     if output is not None:
         require_matplotlib()
-        _make_folder(output)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise PageloomError(f"{json_file} cannot be written: there is no folder {json_file.parent}")
+        make_folder(output)
+    require_folder_of(json_file)
     settings = settings_from(load_config(path, overrides))
     check_fit(settings)
     report = _measure(settings, _sources(trace or []), scale)
     _print(report)
     if json_file is not None:
-        _write(json_file, json.dumps(reports.as_json(report), indent=1, default=str).encode())
+        write_file(json_file, json.dumps(reports.as_json(report), indent=1, default=str).encode())
     if output is not None:
         _write_page(output, report)
 
@@ -128,23 +128,9 @@ def _print(report: Report) -> None:
 
 def _write_page(folder: Path, report: Report) -> None:
     from pageloom.bench.memory.figures import draw
-    from pageloom.bench.memory.page import as_html
+    from pageloom.bench.memory.page import make_page
 
     images = draw(report.results)
     for name, data in images.items():
-        _write(folder / name, data)
-    _write(folder / "index.html", as_html(report, images).encode())
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PageloomError(f"{folder} cannot be made: {error.strerror}") from error
-
-
-def _write(file: Path, data: bytes) -> None:
-    try:
-        file.write_bytes(data)
-    except OSError as error:
-        raise PageloomError(f"{file} cannot be written: {error.strerror}") from error
+        write_file(folder / name, data)
+    write_file(folder / "index.html", make_page(report).as_html(images).encode())

@@ -11,6 +11,7 @@ from pageloom.config import Config, build_options
 from pageloom.contract import AttentionSpec, EngineInfo, KVQuantizer, Scheduler, WeightLoader
 from pageloom.engine.backend_choice import choose_backend
 from pageloom.engine.capacity import count_blocks, count_host_blocks
+from pageloom.engine.device import find_device
 from pageloom.engine.engine import Engine
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.errors import PageloomError, one_line
@@ -28,7 +29,7 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
 
     Raises `PageloomError` for what cannot be built.
     """
-    device = _device(config.runtime.device)
+    device = find_device(config.runtime.device, "runtime.device")
     if config.runtime.num_threads:
         torch.set_num_threads(config.runtime.num_threads)
 
@@ -126,18 +127,6 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
         eos_token_ids=_eos_token_ids(model_config, model.vocab_size),
         debug=config.runtime.debug,
     )
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise PageloomError(
-            f"runtime.device is {wanted}, but torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()} CUDA devices here; use cpu or auto"
-        )
-    return device
 
 
 def _tokenizer(path: str | None, loader: WeightLoader) -> PreTrainedTokenizerBase | None:

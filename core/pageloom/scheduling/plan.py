@@ -150,9 +150,9 @@ class DraftPlan:
             return 0
         self._spare_blocks = spare_blocks
         budget = self._tokens_left if max_tokens is None else min(max_tokens, self._tokens_left)
-        self._refusal = None
-        granted = self._run_together(target, budget)
-        if granted is None:
+        if all(branch.num_pending == 1 for branch in target.branches):
+            granted = self._run_together(target, budget)
+        else:
             granted = self._catch_up(target, budget)
         if not granted:
             return 0
@@ -187,12 +187,9 @@ class DraftPlan:
 
     # -- granting ---------------------------------------------------------------------------
 
-    def _run_together(self, target: Request, budget: int) -> int | None:
-        """Grant every branch its newest token, or none; None if a branch has more pending."""
+    def _run_together(self, target: Request, budget: int) -> int:
+        """Grant every branch its newest token, or none."""
         branches = target.branches
-        for branch in branches:
-            if branch.num_pending > 1:
-                return None
         if len(branches) > budget:
             return self._refuse("tokens")
         missing = distinct_blocks([b.table for b in branches]) if target.swapped else 0

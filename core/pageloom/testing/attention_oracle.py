@@ -36,7 +36,7 @@ def attention(
     scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    age = positions.unsqueeze(1) - torch.arange(len(k))
+    age = positions.unsqueeze(1) - torch.arange(len(k), device=positions.device)
     hidden = age < 0
     if layer.window is not None:
         hidden |= age >= layer.window

@@ -8,19 +8,7 @@ import re
 import pytest
 from attention_bench import run
 
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-    "dtype": "float32",
-}
+from tiny_model import write_model
 
 
 def gpu_check(*arguments, **variables):
@@ -43,7 +31,7 @@ def test_without_a_gpu_it_does_what_it_can_and_says_so(tiny, tmp_path):
 
 
 def test_the_engine_part(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    write_model(tmp_path, dtype="float32")
     result = gpu_check(
         "--parts", "engine", "--model", tmp_path, "--requests", 3, "--prompt-tokens", "4:8",
         "--output-tokens", "2:4", "--json", tmp_path / "out.json",
@@ -88,7 +76,7 @@ def test_mistakes(arguments, message):
 
 
 def test_a_part_that_fails_leaves_the_others(tiny, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "model_type": "unheard_of"}))
+    write_model(tmp_path, dtype="float32", model_type="unheard_of")
     result = gpu_check(
         "--parts", "table,engine", "--matrix", tiny, "--model", tmp_path,
         "--json", tmp_path / "out.json",

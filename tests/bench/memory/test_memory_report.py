@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pageloom.bench.figures import require_matplotlib
 from pageloom.bench.memory import figures, paper
 from pageloom.bench.memory.experiments import BLOCK_SIZES, EARLIER, SOURCES, Results, Sharing
 from pageloom.bench.memory.report import PARTS, as_json, make_report
@@ -184,7 +185,7 @@ def test_json_has_what_the_rows_were_made_of(settings, results):
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(PageloomError, match=r"pip install 'pageloom\[bench\]'"):
-        figures.require_matplotlib()
+        require_matplotlib()
 
 
 def test_the_same_numbers_draw_the_same_figures(results):

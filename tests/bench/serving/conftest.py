@@ -6,26 +6,14 @@ import json
 
 import pytest
 
-MAX_MODEL_LEN = 64
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "eos_token_id": 0,
-}
+from tiny_model import write_model
 
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory):
     """Write a configuration with these overrides and return its path."""
     folder = tmp_path_factory.mktemp("bench")
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_model(folder)
     (folder / "base.yaml").write_text(
         f"model: {{path: {folder}, loader: dummy, dtype: float32}}\n"
         "scheduler: {max_num_seqs: 16, max_num_batched_tokens: 64}\n"

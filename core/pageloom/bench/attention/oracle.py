@@ -46,10 +46,9 @@ def _exact(
         if quantizer is not None:
             k = quantizer.decode(quantizer.encode(k, layer, "k"), layer, "k", work.dtype)
             v = quantizer.decode(quantizer.encode(v, layer, "v"), layer, "v", work.dtype)
-        with work.device:  # where the oracle makes its masks
-            some = torch.tensor(_spread(count, ROWS))
-            positions = some + int(work.old_lengths[i])
-            expected = attention(work.q[new][some], positions, k, v, work.layer, None)
+        some = torch.tensor(_spread(count, ROWS), device=work.device)
+        positions = some + int(work.old_lengths[i])
+        expected = attention(work.q[new][some], positions, k, v, work.layer, None)
         yield start + some, expected
 
 

@@ -12,6 +12,7 @@ from pageloom.bench.attention.candidates import Candidate, find_candidates, make
 from pageloom.bench.attention.matrix import Case, Matrix
 from pageloom.bench.attention.rates import Rates
 from pageloom.bench.attention.rounds import CaseResult, run_case
+from pageloom.engine.device import find_device
 from pageloom.errors import PageloomError, suggest
 from pageloom.plugins import Plugins
 
@@ -31,7 +32,7 @@ class MatrixRun:
         )
         for quantizer in {case.quantizer for case in matrix.cases}:
             make_quantizer(self.plugins, quantizer)
-        self.device = _device(settings.device)
+        self.device = find_device(settings.device, "device")
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
 
@@ -52,15 +53,3 @@ class MatrixRun:
         result = run_case(case, self.matrix, self.candidates, self.plugins, self.rates, say)
         gc.collect()  # the caches of one case must not lie beside those of the next
         return result
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise PageloomError(
-            f"device is {wanted}, but torch {torch.__version__} sees {torch.cuda.device_count()} "
-            "CUDA devices here; use --set device=cpu"
-        )
-    return device

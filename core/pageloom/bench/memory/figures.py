@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pageloom.bench.figures import new_figure, png
 from pageloom.bench.memory import paper
 from pageloom.bench.memory.experiments import BLOCK_SIZES, Results, Sharing
 from pageloom.bench.memory.report import PARTS
 from pageloom.bench.memory.usage import EXTERNAL
-from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,29 +25,18 @@ PART_COLORS = {
 PAPER_COLOR, OUR_COLOR = "#999999", "#0072B2"
 
 
-def require_matplotlib() -> None:
-    """Raises `PageloomError` if it is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise PageloomError(
-            "the figures are drawn with matplotlib, which is not installed: "
-            "pip install 'pageloom[bench]', or leave --output out"
-        ) from error
-
-
 def draw(results: Results) -> dict[str, bytes]:
     """PNG files by name."""
     return {
-        "memory.png": _png(_memory(results)),
-        "batched.png": _png(_batched(results)),
-        "sharing.png": _png(_sharing(results)),
-        "block_sizes.png": _png(_block_sizes(results)),
+        "memory.png": png(_memory(results)),
+        "batched.png": png(_batched(results)),
+        "sharing.png": png(_sharing(results)),
+        "block_sizes.png": png(_block_sizes(results)),
     }
 
 
 def _memory(results: Results) -> Figure:
-    figure, (axes,) = _new(1, "KV memory in use, ShareGPT at 2 requests/s (figure 2)")
+    figure, (axes,) = new_figure("KV memory in use, ShareGPT at 2 requests/s (figure 2)")
     for index, system in enumerate(paper.SYSTEMS):
         shares = results.serving[paper.SHAREGPT, system].shares
         ours = [100 * shares[part].mean for part in PARTS]
@@ -76,7 +64,7 @@ def _stack(axes: Axes, position: float, values: Sequence[float], *, labeled: boo
 
 
 def _batched(results: Results) -> Figure:
-    figure, panels = _new(2, "Requests batched, average (figure 13)")
+    figure, panels = new_figure("Requests batched, average (figure 13)", columns=2)
     for axes, (workload, published) in zip(panels, paper.BATCHED.items(), strict=True):
         ours = [results.serving[workload, system].requests for system in paper.SYSTEMS]
         _pairs(
@@ -92,7 +80,9 @@ def _batched(results: Results) -> Figure:
 
 
 def _sharing(results: Results) -> Figure:
-    figure, panels = _new(4, "Blocks saved by sharing (figure 15, section 6.3)")
+    figure, panels = new_figure(
+        "Blocks saved by sharing (figure 15, section 6.3)", rows=2, columns=2
+    )
     for axes, ((workload, method), published) in zip(panels, paper.SAVED.items(), strict=True):
         _pairs(
             axes,
@@ -110,7 +100,7 @@ def _sharing(results: Results) -> Figure:
 
 
 def _block_sizes(results: Results) -> Figure:
-    figure, panels = _new(2, "What a block size costs under overload (section 7.2)")
+    figure, panels = new_figure("What a block size costs under overload (section 7.2)", columns=2)
     for axes, workload in zip(panels, results.sources, strict=True):
         measured = [results.block_sizes[workload, size] for size in BLOCK_SIZES]
         parts = ("token_states", "internal", EXTERNAL)
@@ -128,16 +118,6 @@ def _block_sizes(results: Results) -> Figure:
         axes.set_title(workload)
         axes.legend(loc="lower left")
     return figure
-
-
-def _new(panels: int, title: str) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    rows, columns = (2, 2) if panels == 4 else (1, panels)
-    figure = Figure(figsize=(9, 4.5 * rows), layout="constrained")
-    figure.suptitle(title)
-    axes: Any = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(axes.flat)
 
 
 def _pairs(
@@ -164,10 +144,3 @@ def _pairs(
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.15)
     axes.legend(loc="upper left")
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = BytesIO()
-    # No date and no version in the file: the same numbers give the same bytes.
-    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    return buffer.getvalue()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from pageloom.testing.attention_cases import CASES, Case, layer
 from pageloom.testing.attention_shadow import Branch
 from pageloom_attention.triton_paged import backend, work
 from pageloom_attention.triton_paged.tiles import Chip, Tiles
+from tiny_model import write_model
 
 # Interpreting takes long, and these cases differ from others in nothing that the kernels branch on.
 LIKE_OTHERS = {
@@ -80,22 +79,8 @@ def test_decode_steps_of_one_size_are_launched_alike():
     assert torch.count_nonzero(launch.merges) == 0  # the second step is too short to be split
 
 
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
-
-
 def test_an_engine_answers_as_with_torch_paged(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    write_model(tmp_path)
     path = tmp_path / "engine.yaml"
     path.write_text(
         f"model: {{path: {tmp_path}, loader: dummy, dtype: float32,"
