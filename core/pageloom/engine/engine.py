@@ -271,9 +271,8 @@ class Engine:
 
     def _receive_draws(self, opened: OpenRequest, result: ChunkResult) -> None:
         request, drawn = opened.request, result.draws
-        self.planner.advance(result.chunk, [draw.token_id for draw in drawn])
-        branches = request.branches[:] if len(drawn) > 1 else [result.chunk.branch]
-        for branch, draw in zip(branches, drawn, strict=False):
+        branches = self.planner.advance(result.chunk, [draw.token_id for draw in drawn])
+        for branch, draw in zip(branches, drawn, strict=True):
             if opened.finished:
                 return
             chunk = opened.receive(branch, draw)

@@ -146,8 +146,7 @@ class DraftPlan:
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens must be an integer of at least 1, not {max_tokens!r}")
         if target.status is Status.WAITING and self._seats_left < target.seats:
-            self._refusal = "seats"
-            return 0
+            return self._refuse("seats")
         self._spare_blocks = spare_blocks
         budget = self._tokens_left if max_tokens is None else min(max_tokens, self._tokens_left)
         if all(branch.num_pending == 1 for branch in target.branches):
@@ -192,13 +191,11 @@ class DraftPlan:
         branches = target.branches
         if len(branches) > budget:
             return self._refuse("tokens")
-        missing = distinct_blocks([b.table for b in branches]) if target.swapped else 0
+        missing = _copies_needed(branches)
         for branch in branches:
             missing += branch.table.missing(branch.num_tokens)
-        missing += _copies_needed(branches)
-        if missing > self._pool.num_free - self._spare_blocks:
+        if not self._bring_in(target, missing):
             return self._refuse("blocks")
-        self._swap_in(target)
         for branch in branches:
             self._grant(branch, 1)
         return len(branches)
@@ -230,11 +227,8 @@ class DraftPlan:
             return self._refuse("tokens")
         missing = branch.table.missing(start + granted) - len(reused) + branch.table.shares(start)
         missing += sum(not self._pool.references(block) for block in reused)
-        if target.swapped:
-            missing += distinct_blocks([b.table for b in target.branches])
-        if missing > self._pool.num_free - self._spare_blocks:
+        if not self._bring_in(target, missing):
             return self._refuse("blocks")
-        self._swap_in(target)
         if reused:
             branch.table.extend(reused)
             branch.num_computed = start
@@ -286,13 +280,20 @@ class DraftPlan:
             for index in range(start // size, stop // size):
                 self._pool.register(branch.key(index), branch.table.blocks[index])
 
-    def _swap_in(self, target: Request) -> None:
-        if not target.swapped:
-            return
-        self._swapped_in += move([branch.table for branch in target.branches], self._pool)
-        target.swapped = False
-        for branch in target.branches:
-            self._register(branch, 0, branch.num_computed)
+    def _bring_in(self, target: Request, missing: int) -> bool:
+        """Whether ``missing`` blocks are free; then, if the request is on the host, bring it in.
+
+        What is missing may be counted while its tables are on the host: they share the same there.
+        """
+        tables = [branch.table for branch in target.branches] if target.swapped else []
+        if missing + distinct_blocks(tables) > self._pool.num_free - self._spare_blocks:
+            return False
+        if tables:
+            self._swapped_in += move(tables, self._pool)
+            target.swapped = False
+            for branch in target.branches:
+                self._register(branch, 0, branch.num_computed)
+        return True
 
     def _swaps(self, target: Request) -> bool:
         mode, branches = self._limits.preemption_mode, target.branches

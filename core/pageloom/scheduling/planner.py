@@ -142,22 +142,23 @@ class Planner:
         self._detect_stall(plan)
         return plan
 
-    def advance(self, chunk: Chunk, token_ids: Sequence[int] = ()) -> None:
+    def advance(self, chunk: Chunk, token_ids: Sequence[int] = ()) -> list[Branch]:
         """Record that a chunk was computed, and the ``chunk.draws`` tokens drawn after it.
 
         Several tokens fork the branch: each becomes the first of one of the request's branches.
+        Returns the branches that got a token, in the order of the tokens.
         """
         request = chunk.branch.request
         chunk.branch.num_computed = chunk.stop
         if not token_ids:
-            return
+            return []
         if len(token_ids) > 1:
             request.fork()
-            for branch, token_id in zip(request.branches, token_ids, strict=True):
-                branch.output_token_ids.append(token_id)
-        else:
-            chunk.branch.output_token_ids.append(token_ids[0])
+        branches = request.branches[:] if len(token_ids) > 1 else [chunk.branch]
+        for branch, token_id in zip(branches, token_ids, strict=True):
+            branch.output_token_ids.append(token_id)
         self._note_first_token(request)
+        return branches
 
     def advance_beams(
         self, chunks: Sequence[Chunk], candidates: Sequence[Sequence[tuple[int, float]]]

@@ -113,13 +113,11 @@ class Simulation:
                 planner.finish(request, "length")
             return request.beams.done
         for chunk in chunks:
-            planner.advance(chunk, self.draw(chunk.branch, chunk.draws) if chunk.draws else ())
-        if not chunks[0].draws:
-            return False
-        for branch in request.branches[:]:
-            if reason := request.stop_reason_of(branch):
-                if len(request.branches) == 1:
-                    planner.finish(request, reason)
-                    return True
-                planner.end(branch)
+            token_ids = self.draw(chunk.branch, chunk.draws) if chunk.draws else []
+            for branch in planner.advance(chunk, token_ids):
+                if reason := request.stop_reason_of(branch):
+                    if len(request.branches) == 1:
+                        planner.finish(request, reason)
+                        return True
+                    planner.end(branch)
         return False
