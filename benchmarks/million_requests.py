@@ -2,7 +2,7 @@
 
     python benchmarks/million_requests.py [--requests 1000000] [--json FILE]
 
-Requests of 1 to 48 prompt tokens, half of them behind one of 16 prefixes, and 1 to 16 output
+Requests of 1 to 48 prompt tokens, half of them behind one of 16 prefixes, and 1 to 48 output
 tokens; one in ten has 2 to 4 parallel samples, one in twenty 2 to 4 beams, one in fifty is aborted
 at a random moment. The pool is small enough for preemptions, to the host and by recomputation. No
 model: see `pageloom.scheduling.simulation`. Reported are steps and tokens per second, the memory
@@ -29,7 +29,7 @@ SAMPLING = {
     (kind, width, tokens): SamplingParams(max_tokens=tokens, **{kind: width})
     for kind, widths in (("n", range(1, 5)), ("beam_width", range(2, 5)))
     for width in widths
-    for tokens in range(1, 17)
+    for tokens in range(1, 49)
 }
 
 
@@ -44,7 +44,7 @@ def draw_requests(count: int, draw: random.Random) -> Iterator[Request]:
             width = draw.randint(2, 4)
         elif luck < 0.15:
             kind, width = "beam_width", draw.randint(2, 4)
-        params = SAMPLING[kind, width, draw.randint(1, 16)]
+        params = SAMPLING[kind, width, draw.randint(1, 48)]
         yield Request(str(number), prompt, params, arrival_time=float(number))
 
 
@@ -62,8 +62,8 @@ def main() -> None:
     draw = random.Random(0)
     simulation = Simulation(
         FCFS(FCFS.Config()),
-        num_blocks=240,
-        block_size=16,
+        num_blocks=200,
+        block_size=4,
         max_num_seqs=128,
         max_num_batched_tokens=1024,
         max_model_len=256,
