@@ -37,7 +37,7 @@ from pageloom.contract.component import Component
 from pageloom.contract.hooks import CONTRACT_VERSION, Register, hookimpl
 from pageloom.contract.loader import WeightLoader
 from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
-from pageloom.contract.quantizer import KVQuantizer
+from pageloom.contract.quantizer import KVQuantizer, VectorLayout
 from pageloom.contract.scheduler import (
     PlanView,
     Refusal,
@@ -63,6 +63,7 @@ __all__ = [
     "Scheduler",
     "SchedulerView",
     "StepRecord",
+    "VectorLayout",
     "WeightLoader",
     "hookimpl",
     "native",

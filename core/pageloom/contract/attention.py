@@ -40,7 +40,7 @@ A whole plugin, two files. ``pyproject.toml``::
         def allocate(self, num_blocks):
             self.slots = num_blocks * self.spec.block_size
             self.kv = [
-                torch.zeros(2, self.slots, s.num_kv_heads, s.head_size,
+                torch.empty(2, self.slots, s.num_kv_heads, s.head_size,
                             dtype=self.spec.dtype, device=self.spec.device)
                 for s in self.spec.layers
             ]
@@ -97,7 +97,7 @@ from pageloom.contract.component import Component
 if TYPE_CHECKING:
     import torch
 
-    from pageloom.contract.quantizer import KVQuantizer
+    from pageloom.contract.quantizer import KVQuantizer, VectorLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ class AttentionSpec:
     block_size: int  # tokens per block, as `AttentionBackend.block_size` answered
     max_model_len: int  # tokens
     quantizer: str | None = None  # registered name of the KV format; None stores `dtype`
+    layout: VectorLayout | None = None  # of that format, if it has one that kernels may know
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,6 @@ class AttentionBackend(Component, ABC):
     Slots that their present owner has not written hold anything, NaN included, and must not
     reach a result.
     """
-
-    native_quantizers: ClassVar[frozenset[str]] = frozenset()
-    """Names of the KV formats that the kernels read and write themselves."""
 
     auto_rank: ClassVar[int] = 0
     """``backend: auto`` takes the highest rank among the backends whose `check` accepts. 0 means

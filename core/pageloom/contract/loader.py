@@ -47,7 +47,7 @@ Then ``model: {path: DIR}`` in the YAML; ``loader: npz`` forces it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pageloom.contract.component import Component
@@ -56,10 +56,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from pageloom.contract.quantizer import Kind
+
 
 class WeightLoader(Component, ABC):
     """Reads one model. Made once per engine; its methods are called once each, in the order
-    `model_config`, `tokenizer`, `linear` (per linear layer), `tensors`.
+    `model_config`, `tokenizer`, `linear` (per linear layer), `tensors`, `kv_scales`.
 
     ``path`` is what the YAML says in ``model.path`` after ``${...}`` is resolved: a file, a
     folder, or a hub id that this loader understands. Errors in the files are raised as
@@ -120,3 +122,8 @@ class WeightLoader(Component, ABC):
         never ask: a loader that serves those must yield every weight in `tensors`.
         """
         return None
+
+    def kv_scales(self) -> Mapping[tuple[int, Kind], float]:
+        """Scales of a quantized KV cache that the checkpoint brings, by layer and kind: what a
+        stored code is multiplied by. Tensors that hold them are left out of `tensors`."""
+        return {}

@@ -18,6 +18,7 @@ from pageloom.errors import PageloomError, one_line
 from pageloom.memory import BlockPool
 from pageloom.models.build import build_model
 from pageloom.models.loading import open_loader
+from pageloom.models.model import Model
 from pageloom.plugins import Plugins, blame
 from pageloom.runner.runner import ModelRunner
 from pageloom.runner.sampler import Sampler
@@ -55,15 +56,21 @@ def assemble(config: Config, plugins: Plugins) -> Engine:
         )
     except (ValueError, OSError) as error:
         raise PageloomError(f"model {config.model.path}: {error}") from error
+    quantizer = _quantizer(config, plugins, loader, model)
     name, chosen, spec = choose_backend(
         config,
         plugins,
         AttentionSpec(
-            device, dtype, model.layers, 0, max_model_len, quantizer=config.kv_cache.quantizer
+            device,
+            dtype,
+            model.layers,
+            0,
+            max_model_len,
+            quantizer=config.kv_cache.quantizer,
+            layout=quantizer.layout if quantizer else None,
         ),
     )
     options = build_options(chosen, config.attention.options)
-    quantizer = _quantizer(config, plugins)
     with blame("attention_backend", name):
         backend = chosen(options, spec, quantizer)
         bytes_per_block = backend.bytes_per_block()
@@ -173,11 +180,20 @@ def _scheduler(config: Config, plugins: Plugins) -> Scheduler:
         return policy(options)
 
 
-def _quantizer(config: Config, plugins: Plugins) -> KVQuantizer | None:
+def _quantizer(
+    config: Config, plugins: Plugins, loader: WeightLoader, model: Model
+) -> KVQuantizer | None:
     name = config.kv_cache.quantizer
     if name is None:
         return None
-    quantizer: type[KVQuantizer] = plugins.get("kv_quantizer", name)
-    options = build_options(quantizer, config.kv_cache.options)
+    chosen: type[KVQuantizer] = plugins.get("kv_quantizer", name)
+    options = build_options(chosen, config.kv_cache.options)
     with blame("kv_quantizer", name):
-        return quantizer(options)
+        quantizer = chosen(options)
+        try:
+            for size in {layer.head_size for layer in model.layers}:
+                quantizer.bytes_per_vector(size)
+            quantizer.set_scales(len(model.layers), loader.kv_scales())
+        except ValueError as error:
+            raise PageloomError(f"kv_cache.quantizer {name}: {error}") from error
+        return quantizer

@@ -67,8 +67,9 @@ class Candidate:
         except ValueError as error:
             raise RefusedError(f"{self.name} refuses block size {block_size}: {error}") from error
         assert block_size in (None, answered), f"block_size answered {answered} to {block_size}"
+        layout = self.quantizers[case.quantizer]().layout if case.quantizer else None
         spec = AttentionSpec(
-            self.device, dtype, case.layers, answered, case.max_model_len, case.quantizer
+            self.device, dtype, case.layers, answered, case.max_model_len, case.quantizer, layout
         )
         reason = self.backend.check(spec)
         assert reason is None or (isinstance(reason, str) and reason.strip()), (

@@ -41,7 +41,8 @@ class Candidate:
         if self.backend is None:
             raise RefusedError(self.reason)
         try:
-            spec = workload.spec(self._block_size(self.backend, workload))
+            layout = quantizer.layout if quantizer else None
+            spec = workload.spec(self._block_size(self.backend, workload), layout)
             if (reason := self.backend.check(spec)) is not None:
                 raise RefusedError(reason)
             options = build_options(self.backend, {})

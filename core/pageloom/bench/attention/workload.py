@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from pageloom.bench.attention.matrix import Case
-from pageloom.contract import AttentionBackend, AttentionBatch, AttentionSpec, LayerSpec
+from pageloom.contract import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    LayerSpec,
+    VectorLayout,
+)
 
 FILL_TOKENS = 4096  # per step in which a cache is filled
 CONTENTS = 4
@@ -52,7 +58,7 @@ class Workload:
             part.view(new, h, case.head_size) for part, h in zip(parts, heads, strict=True)
         )
 
-    def spec(self, block_size: int) -> AttentionSpec:
+    def spec(self, block_size: int, layout: VectorLayout | None = None) -> AttentionSpec:
         return AttentionSpec(
             self.device,
             self.dtype,
@@ -60,6 +66,7 @@ class Workload:
             block_size,
             self.case.context,
             self.case.quantizer,
+            layout,
         )
 
     def block_tables(self, block_size: int) -> torch.Tensor:

@@ -1,0 +1,121 @@
+"""Formats whose scale is a constant of each layer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from pageloom.contract import KVQuantizer, VectorLayout
+from pageloom.contract.quantizer import Kind
+from pageloom_quant.kv.codes import CODES
+
+log = logging.getLogger(__name__)
+
+KINDS: tuple[Kind, Kind] = ("k", "v")
+
+
+class StaticQuantizer(KVQuantizer):
+    """Codes are ``x / scale``, with one scale for K and one for V of each layer.
+
+    A scale comes from the YAML, or else from the checkpoint; where neither has one it is 1.0,
+    and a warning says so.
+    """
+
+    layout: ClassVar[VectorLayout]
+
+    @dataclass
+    class Config:
+        k_scale: float | None = None
+        """Scale of K in every layer; None takes those of the checkpoint."""
+        v_scale: float | None = None
+
+        def __post_init__(self) -> None:
+            for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+                if scale is not None and not _is_usable(scale):
+                    raise ValueError(f"{name} must be finite and above 0, not {scale}")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._given: dict[Kind, float | None] = {"k": config.k_scale, "v": config.v_scale}
+        self._scales: dict[tuple[int, Kind], float] = {}
+
+    def set_scales(self, num_layers: int, scales: Mapping[tuple[int, Kind], float]) -> None:
+        missing: dict[Kind, list[int]] = {"k": [], "v": []}
+        for kind in KINDS:
+            if self._given[kind] is not None:
+                continue
+            for layer in range(num_layers):
+                scale = scales.get((layer, kind))
+                if scale is None:
+                    missing[kind].append(layer)
+                elif not _is_usable(scale):
+                    raise ValueError(
+                        f"the checkpoint's {kind}_scale of layer {layer} must be finite and above "
+                        f"0, not {scale}"
+                    )
+                else:
+                    self._scales[layer, kind] = scale
+        for kind, layers in missing.items():
+            if layers:
+                some = "any layer" if len(layers) == num_layers else f"layers {_ranges(layers)}"
+                log.warning(
+                    "the checkpoint has no %s_scale of %s: 1.0 is used; the option %s_scale sets "
+                    "another",
+                    kind,
+                    some,
+                    kind,
+                )
+
+    def static_scale(self, layer: int, kind: Kind) -> float:
+        given = self._given[kind]
+        return self._scales.get((layer, kind), 1.0) if given is None else given
+
+    def bytes_per_vector(self, head_size: int) -> int:
+        return self.layout.bytes_per_vector(head_size)
+
+    def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
+        inverse = 1 / torch.tensor(self.static_scale(layer, kind), dtype=torch.float32)
+        return CODES[self.layout.element].pack(x.float() * inverse.to(x.device))
+
+    def decode(
+        self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
+    ) -> torch.Tensor:
+        codes = CODES[self.layout.element].unpack(data)
+        return (codes * self.static_scale(layer, kind)).to(dtype)
+
+
+class FP8E4M3(StaticQuantizer):
+    layout = VectorLayout("fp8_e4m3", "static")
+
+
+class FP8E5M2(StaticQuantizer):
+    layout = VectorLayout("fp8_e5m2", "static")
+
+
+class Int8(StaticQuantizer):
+    layout = VectorLayout("int8", "static")
+
+
+class Int4(StaticQuantizer):
+    layout = VectorLayout("int4", "static")
+
+
+def _is_usable(scale: float) -> bool:
+    """Whether float32 holds the scale and its inverse."""
+    return math.isfinite(scale) and 2**-120 <= scale <= 2**120
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0-2, 5`` for 0, 1, 2 and 5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,79 @@
+"""Formats in which the vector of each token and KV head carries its own scale."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from pageloom.contract import KVQuantizer, VectorLayout
+from pageloom.contract.quantizer import Kind
+from pageloom_quant.kv.codes import CODES, pack_nibbles, unpack_nibbles
+
+LEAST_SCALED = 2.0**-100  # whose inverse float32 still holds
+LEAST_STEP = 2.0**-24  # the smallest float16
+MARGIN = 0.99  # of the largest number, so that a decoded one stays finite
+
+
+class TokenHeadQuantizer(KVQuantizer):
+    """Eight-bit codes, then a float32 scale."""
+
+    layout: ClassVar[VectorLayout]
+
+    def bytes_per_vector(self, head_size: int) -> int:
+        return self.layout.bytes_per_vector(head_size)
+
+    def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
+        codes = CODES[self.layout.element]
+        x = limited(x, x.dtype)
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED) / codes.limit
+        return torch.cat([codes.pack(x * (1 / scale)), scale.view(torch.uint8)], dim=-1)
+
+    def decode(
+        self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
+    ) -> torch.Tensor:
+        scale = data[..., -4:].contiguous().view(torch.float32)
+        return (CODES[self.layout.element].unpack(data[..., :-4]) * scale).to(dtype)
+
+
+class FP8E4M3(TokenHeadQuantizer):
+    layout = VectorLayout("fp8_e4m3", "token_head")
+
+
+class FP8E5M2(TokenHeadQuantizer):
+    layout = VectorLayout("fp8_e5m2", "token_head")
+
+
+class Int8(TokenHeadQuantizer):
+    layout = VectorLayout("int8", "token_head")
+
+
+class Int4(KVQuantizer):
+    """Four-bit codes from the vector's least element on, then scale and least as float16."""
+
+    layout = VectorLayout("int4", "token_head")
+
+    def bytes_per_vector(self, head_size: int) -> int:
+        return self.layout.bytes_per_vector(head_size)
+
+    def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
+        x = limited(x, torch.float16)
+        least = x.amin(-1, keepdim=True).half()
+        spread = x.amax(-1, keepdim=True) - least.float()
+        step = (spread / 15).clamp_min(LEAST_STEP).half()
+        codes = ((x - least.float()) * (1 / step.float())).clamp(0, 15).round_()
+        packed = pack_nibbles(torch.nan_to_num(codes))
+        return torch.cat([packed, step.view(torch.uint8), least.view(torch.uint8)], dim=-1)
+
+    def decode(
+        self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
+    ) -> torch.Tensor:
+        step, least = data[..., -4:].contiguous().view(torch.float16).float().split(1, dim=-1)
+        x: torch.Tensor = unpack_nibbles(data[..., :-4]) * step + least
+        return x.to(dtype)
+
+
+def limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as float32, infinities and what comes near them brought into the range of ``dtype``."""
+    most = MARGIN * min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return x.float().clamp(-most, most)
