@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pageloom.contract import LayerSpec
+from pageloom.contract import LayerSpec, VectorLayout
+from pageloom.contract.quantizer import Element, Scaling
 from pageloom_attention.triton_paged import kernels, launch
 from pageloom_attention.triton_paged.tiles import Family, choose
 
@@ -46,6 +47,7 @@ class Variant:
     layer: LayerSpec
     block_size: int = 16
     decode: bool = False
+    layout: VectorLayout | None = None
 
     def __str__(self) -> str:
         layer = self.layer
@@ -53,7 +55,10 @@ class Variant:
         parts = [self.kernel] + ["decode" if self.decode else "any step"] * (self.kernel != "store")
         parts += [str(self.dtype).removeprefix("torch."), f"head size {layer.head_size}"]
         parts += [f"{layer.num_heads} heads over {layer.num_kv_heads}"]
-        return ", ".join([*parts, f"block size {self.block_size}", *features])
+        parts += [f"block size {self.block_size}", *features]
+        return ", ".join(
+            [*parts, f"{self.layout.element} {self.layout.scaling}"] if self.layout else parts
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,9 @@ def _layer(heads: int, kv_heads: int, head_size: int, **features: Any) -> LayerS
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _LLAMA, _SMALL = _layer(32, 8, 128), _layer(9, 3, 64)
 _GEMMA, _ALL = _layer(8, 4, 256, window=1024, softcap=50.0), {"softcap": 30.0, "sinks": True}
+_ELEMENTS: tuple[Element, ...] = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
+_SCALINGS: tuple[Scaling, ...] = ("static", "token_head")
+_LAYOUTS = [VectorLayout(element, scaling) for element in _ELEMENTS for scaling in _SCALINGS]
 VARIANTS = [
     *(Variant("attend", _BF16, _LLAMA, decode=decode) for decode in (True, False)),
     *(Variant("attend", _BF16, _SMALL, decode=decode) for decode in (True, False)),
@@ -83,12 +91,22 @@ VARIANTS = [
     Variant("attend", _FP32, _LLAMA),
     Variant("store", _BF16, _LLAMA),
     Variant("merge", _BF16, _LLAMA, decode=True),
+    *(Variant("attend", _BF16, _LLAMA, decode=True, layout=layout) for layout in _LAYOUTS),
+    *(Variant("attend", _BF16, _LLAMA, layout=_LAYOUTS[i]) for i in (0, 5, 7)),
+    Variant("attend", _BF16, _GEMMA, decode=True, layout=_LAYOUTS[7]),
+    Variant("attend", _FP32, _LLAMA, layout=_LAYOUTS[7]),
+    *(Variant("store", _BF16, _LLAMA, layout=layout) for layout in _LAYOUTS),
+    Variant("attend", _FP16, _SMALL, decode=True, layout=_LAYOUTS[3]),
 ]
 
 
 def measure(variant: Variant, target: str) -> Resources:
     gpu, family = TARGETS[target]
-    compiled = _compile(variant, gpu, family)
+    return resources_of(_compile(variant, gpu, family), family)
+
+
+def resources_of(compiled: Any, family: Family) -> Resources:
+    """Of a kernel as `compile_for` returned it."""
     shared = compiled.metadata.shared
     if family == "amd":
         notes = compiled.asm["amdgcn"].split("amdhsa.kernels")[1]
@@ -106,21 +124,36 @@ def _compile(variant: Variant, gpu: GPUTarget, family: Family) -> Any:
     layer, size, tl = variant.layer, variant.block_size, launch.DTYPES[variant.dtype]
     pointer = f"*{tl}"
     group = layer.num_heads // layer.num_kv_heads
-    tiles = choose(family, layer.head_size, variant.dtype.itemsize, group, variant.decode)
-    types = dict.fromkeys(("out", "q", "k", "v", "keys", "values"), pointer)
+    coded, itemsize = variant.layout is not None, variant.dtype.itemsize
+    tiles = choose(family, layer.head_size, itemsize, group, variant.decode, coded)
+    types = dict.fromkeys(("out", "q", "k", "v"), pointer)
+    types |= dict.fromkeys(("keys", "values"), "*u8" if variant.layout else pointer)
     types |= dict.fromkeys(("partials", "stats"), "*fp32")
     types |= dict.fromkeys(("items", "merges", "block_tables"), "*i32") | {"slots": "*i64"}
     types |= dict.fromkeys(("q_row", "k_row", "v_row", "out_row", "table_row", "num_tokens"), "i32")
-    types |= {"scale": "fp32", "sinks": "*fp32", "cap": "fp32"}
+    types |= {"sinks": "*fp32"}
+    types |= dict.fromkeys(("scale", "cap", "v_scale", "k_inverse", "v_inverse"), "fp32")
+    static = variant.layout is not None and variant.layout.scaling == "static"
     if variant.kernel == "store":
-        kernel, constants = kernels.store_kernel, launch.store(layer, size, family)
+        kernel = kernels.store_kernel
+        constants = launch.store(layer, size, variant.dtype, family, variant.layout)
+        constants |= {} if static else {"k_inverse": None, "v_inverse": None}
     elif variant.kernel == "merge":
         kernel, constants = kernels.merge_kernel, launch.merge(layer, tiles)
     else:
         kernel = kernels.attend_kernel
-        constants = launch.attend(layer, size, variant.dtype, family, tiles)
+        constants = launch.attend(layer, size, variant.dtype, family, variant.layout, tiles)
         constants |= {} if layer.sinks else {"sinks": None}
         constants |= {} if layer.softcap else {"cap": None}
+        constants |= {} if variant.layout else {"v_scale": None}
+    return compile_for(gpu, kernel, types, constants)
+
+
+def compile_for(
+    gpu: GPUTarget, kernel: Any, types: dict[str, str], constants: dict[str, Any]
+) -> Any:
+    """``kernel``, whose arguments have ``types`` by name, but for what ``constants`` fixes; the
+    rest of ``constants`` are options."""
     names = [parameter.name for parameter in kernel.params]
     fixed = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in fixed else types[name] for name in names}

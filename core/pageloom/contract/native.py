@@ -49,9 +49,8 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile ``source`` with `FLAGS` and ``flags``, unless that was done before, and load it.
 
     The files in its folder whose names end with ``.h`` count as parts of it.
-    Libraries are kept in ``$XDG_CACHE_HOME/pageloom`` (``~/.cache/pageloom``); several processes
-    may build at the same time. Raises `NativeBuildError` if there is no compiler, if it fails, or
-    if the library cannot be loaded.
+    Libraries are kept in `cache_folder`; several processes may build at the same time. Raises
+    `NativeBuildError` if there is no compiler, if it fails, or if the library cannot be loaded.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -65,7 +64,7 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = [*command, macros, *(file.read_text("utf-8") for file in files)]
     key = hashlib.sha256("\0".join(parts).encode())
-    library = _cache() / f"{source.stem}-{key.hexdigest()[:32]}.so"
+    library = cache_folder() / f"{source.stem}-{key.hexdigest()[:32]}.so"
     if not library.exists():
         _compile(command, source, library)
     try:
@@ -103,6 +102,8 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Where what was compiled is kept: ``$XDG_CACHE_HOME/pageloom`` (``~/.cache/pageloom``). It may
+    not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "pageloom")

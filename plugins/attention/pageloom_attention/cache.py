@@ -17,12 +17,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class CachedAttention(AttentionBackend):
     """An `AttentionBackend` less its attention: stores, gathers, copies and swaps blocks.
 
-    A layer's cache is ``[2, num_blocks * num_kv_heads * block_size + 1, width]``, K and V. The
-    vector of head h in slot o of block b is row ``(b * num_kv_heads + h) * block_size + o``, so a
-    head's vectors lie together, which is how attention reads them. ``width`` is the head size, or
-    with a quantizer the bytes of one coded vector. The last row belongs to no block and holds the
-    zero vector: an index points there where a sequence has no token, so what unwritten slots hold
-    never enters the arithmetic.
+    A layer's cache is ``[2, rows, width]``, K and V. The vector of head h in slot o of block b is
+    row ``(b * num_kv_heads + h) * block_size + o``, so a head's vectors lie together, which is how
+    attention reads them. ``width`` is the head size, or with a quantizer the bytes of one coded
+    vector. The row behind them all belongs to no block and holds the zero vector: an index points
+    there where a sequence has no token, so what unwritten slots hold never enters the arithmetic.
+    Rows that nobody uses make their number a multiple of 16, so that V is as aligned as K.
     """
 
     def __init__(self, config: Any, spec: AttentionSpec, quantizer: KVQuantizer | None) -> None:
@@ -48,12 +48,13 @@ class CachedAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         for layer, spec in enumerate(self.spec.layers):
-            shape = (2, self.zero_row(spec.num_kv_heads) + 1, self._width(spec.head_size))
+            zero_row = self.zero_row(spec.num_kv_heads)
+            shape = (2, zero_row // 16 * 16 + 16, self._width(spec.head_size))
             # Left as it is: a cache of gigabytes takes memory only as its blocks are written.
             cache = torch.empty(shape, dtype=self._dtype, device=self.spec.device)
             zero = torch.zeros(spec.head_size, dtype=self.spec.dtype, device=self.spec.device)
             for half, kind in zip(cache, KINDS, strict=True):
-                half[-1] = self._encode(zero, layer, kind)
+                half[zero_row] = self._encode(zero, layer, kind)
             self.cache.append(cache)
             self._halves.append(cache.unbind())
 
@@ -61,7 +62,7 @@ class CachedAttention(AttentionBackend):
         """A layer's cache as ``[2, num_blocks, num_kv_heads, block_size, width]``, a view."""
         cache, heads = self.cache[layer], self.spec.layers[layer].num_kv_heads
         shape = (2, self.num_blocks, heads, self.spec.block_size, cache.shape[-1])
-        return cache[:, :-1].view(shape)
+        return cache[:, : self.zero_row(heads)].view(shape)
 
     def rows(self, slots: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Cache rows of slots: int64 ``[..., n]`` to ``[..., num_kv_heads, n]``."""

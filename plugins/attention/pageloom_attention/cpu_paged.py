@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parent / "native" / "cpu_paged.cpp"
 # Sums keep their order, so results are the same on every run; these only let loops vectorise.
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by number, as in the source
+ELEMENTS = (None, "fp8_e4m3", "fp8_e5m2", "int8", "int4")  # likewise
 
 
 class _Layer(ctypes.Structure):
@@ -37,6 +38,10 @@ class _Layer(ctypes.Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("element", c_int64),
+        ("scale_per_vector", c_int64),
+        ("k_scale", c_float),
+        ("v_scale", c_float),
     )
 
 
@@ -60,8 +65,9 @@ _Strides = c_int64 * 4
 class CPUPaged(AttentionBackend):
     """Reads each K and V vector once for all query heads of its group, where it lies.
 
-    A layer's cache is ``uint8 [num_blocks, bytes]``; native/layout.h says what a block holds. The
-    source is compiled when the backend is first made on a machine.
+    A layer's cache is ``uint8 [num_blocks, bytes]``; native/layout.h says what a block holds, and
+    native/coded.h what it holds in a KV format. The source is compiled when the backend is first
+    made on a machine.
     """
 
     auto_rank = 20
@@ -72,8 +78,13 @@ class CPUPaged(AttentionBackend):
             return f"runs on a CPU, not on {spec.device}"
         if spec.dtype not in DTYPES:
             return f"computes in float32, bfloat16 and float16, not {spec.dtype}"
-        if spec.quantizer is not None:
-            return "stores the model's dtype only; torch_paged runs every KV quantizer"
+        if spec.quantizer is not None and (
+            spec.layout is None or spec.layout.element not in ELEMENTS
+        ):
+            return (
+                f"does not know how the KV format {spec.quantizer} lays out a vector; "
+                "torch_paged runs every KV format"
+            )
         if native.find_compiler() is None:
             return "needs a C++ compiler (c++, or the one that CXX names)"
         return None
@@ -96,9 +107,12 @@ class CPUPaged(AttentionBackend):
         return sum(self._layer_bytes())
 
     def allocate(self, num_blocks: int) -> None:
-        for spec, size in zip(self.spec.layers, self._layer_bytes(), strict=True):
+        layout = self.spec.layout
+        for index, size in enumerate(self._layer_bytes()):
+            spec = self.spec.layers[index]
             # Left as it is: a cache of gigabytes takes memory only as its blocks are written.
             cache = torch.empty(num_blocks, size, dtype=torch.uint8)
+            k_scale, v_scale = self._static_scales(index)
             self._cache.append(cache)
             self._layers.append(
                 _Layer(
@@ -111,6 +125,10 @@ class CPUPaged(AttentionBackend):
                     window=spec.window or 0,
                     scale=spec.scale,
                     softcap=spec.softcap or 0.0,
+                    element=ELEMENTS.index(layout.element if layout else None),
+                    scale_per_vector=layout is not None and layout.scaling == "token_head",
+                    k_scale=k_scale,
+                    v_scale=v_scale,
                 )
             )
 
@@ -161,9 +179,21 @@ class CPUPaged(AttentionBackend):
             cache[list(blocks)] = part
 
     def _layer_bytes(self) -> list[int]:
-        """Bytes of one block in each layer: head sizes are rounded up to whole vectors."""
-        vectors = 2 * self.spec.block_size * self.spec.dtype.itemsize
+        """Bytes of one block in each layer: head sizes are rounded up to multiples of 16."""
         return [
-            vectors * layer.num_kv_heads * (-(-layer.head_size // 16) * 16)
+            2 * self.spec.block_size * layer.num_kv_heads * self._vector_bytes(layer.head_size)
             for layer in self.spec.layers
         ]
+
+    def _vector_bytes(self, head_size: int) -> int:
+        width = -(-head_size // 16) * 16
+        if self.spec.layout is not None:
+            return self.spec.layout.bytes_per_vector(width)
+        return width * self.spec.dtype.itemsize
+
+    def _static_scales(self, layer: int) -> tuple[float, float]:
+        """Of K and V; those of formats that have none mean nothing."""
+        layout, quantizer = self.spec.layout, self.quantizer
+        if layout is None or quantizer is None or layout.scaling != "static":
+            return 1.0, 1.0
+        return quantizer.static_scale(layer, "k"), quantizer.static_scale(layer, "v")

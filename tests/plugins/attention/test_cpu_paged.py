@@ -22,6 +22,9 @@ CHECK = Path(__file__).with_name("cpu_paged_check.cpp")
 needs_compiler = pytest.mark.skipif(
     native.find_compiler() is None, reason="there is no C++ compiler"
 )
+plugins = Plugins.load()
+ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
+FORMATS = [*ELEMENTS, *(f"{element}_token_head" for element in ELEMENTS)]
 SPEC = AttentionSpec(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -48,13 +51,27 @@ class Sequence:
         return q, k, v
 
 
+def coded(name: str, spec: AttentionSpec = SPEC) -> AttentionSpec:
+    """``spec`` in a KV format."""
+    layout = plugins.get("kv_quantizer", name).layout
+    return replace(spec, quantizer=name, layout=layout)
+
+
+def make(spec: AttentionSpec, **options: float) -> CPUPaged:
+    """``options`` are those of the KV format."""
+    if spec.quantizer is None:
+        return CPUPaged(None, spec, None)
+    quantizer = plugins.get("kv_quantizer", spec.quantizer)
+    return CPUPaged(None, spec, quantizer(quantizer.Config(**options)))
+
+
 def attend(
     sequences: list[Sequence], spec: AttentionSpec = SPEC, threads: int = 1
 ) -> list[torch.Tensor]:
     """The output of each sequence's new tokens, all of them in one step."""
     size, drawn = spec.block_size, [sequence.draw(spec) for sequence in sequences]
     counts = [-(-(s.old + s.new) // size) for s in sequences]
-    backend = CPUPaged(None, spec, None)
+    backend = make(spec)
     backend.allocate(sum(counts))
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     tables = order.int().split(counts)
@@ -134,6 +151,63 @@ def test_block_sizes_change_nothing():
 
 
 @needs_compiler
+@pytest.mark.parametrize("quantizer", FORMATS)
+def test_neither_do_they_in_a_kv_format(quantizer):
+    """Nor do block sizes, threads and neighbours."""
+    spec = coded(quantizer, replace(SPEC, dtype=torch.bfloat16))
+    expected = attend(MIXED, spec)
+    assert all(output.isfinite().all() for output in expected)
+    assert all(map(torch.equal, expected, attend(MIXED, replace(spec, block_size=24), threads=2)))
+    for sequence, output in zip(MIXED[2:4], expected[2:4], strict=True):
+        assert torch.equal(output, *attend([sequence], spec))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quantizer", FORMATS)
+def test_codes_are_those_of_the_format(quantizer, dtype):
+    """A sequence's first token attends to itself alone, so it gets its V as that is read back."""
+    layer, spec = SPEC.layers[0], coded(quantizer, replace(SPEC, dtype=dtype))
+    options = {} if quantizer.endswith("token_head") else {"k_scale": 0.7, "v_scale": 0.0231}
+    backend = make(spec, **options)
+    v = hard_to_code((layer.num_kv_heads, layer.head_size), 0.0231).to(dtype)
+    count = len(v)
+    backend.allocate(count)
+    backend.plan(batch(torch.arange(count).int().split(1), [(0, 1)] * count, spec.block_size))
+    out = torch.empty(count, layer.num_heads, layer.head_size, dtype=dtype)
+    backend.forward(0, torch.zeros_like(out), torch.zeros_like(v), v, out)
+    assert backend.quantizer is not None
+    data = backend.quantizer.encode(v, 0, "v")
+    expected = backend.quantizer.decode(data, 0, "v", dtype)
+    expected = expected.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+    tolerance = max(2 * torch.finfo(dtype).eps, 1e-6)
+    least = float(torch.finfo(dtype).smallest_normal)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=least, equal_nan=True)
+
+
+def hard_to_code(shape: tuple[int, int], scale: float) -> torch.Tensor:
+    """Vectors of many magnitudes, of ties between two codes and next to them, with NaN, with
+    infinities, and of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, *shape, generator=generator)
+    x[:16] *= 10 ** torch.linspace(-8, 4, 16).view(-1, 1, 1)
+    ties = torch.randint(-300, 300, (32, *shape), generator=generator) / 2 * scale
+    x[16:48] = ties * (1 + torch.randint(-1, 2, ties.shape, generator=generator) * 2**-23)
+    x[48, 0, 5] = torch.nan
+    x[49, 1, :2] = torch.tensor([torch.inf, -torch.inf])
+    x[50] = 0
+    return x
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantizer", FORMATS)
+def test_a_block_takes_what_the_format_says(quantizer):
+    spec = coded(quantizer)
+    vector = spec.layout.bytes_per_vector(80)
+    assert make(spec).bytes_per_block() == 2 * 2 * 16 * vector
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("head_size", "dtype", "stored"),
     [(64, torch.bfloat16, 64), (33, torch.float32, 48), (80, torch.float16, 80)],
@@ -149,21 +223,40 @@ def test_refuses_what_it_cannot_do():
         "runs on a CPU, not on meta"
     )
     assert "not torch.float64" in CPUPaged.check(replace(SPEC, dtype=torch.float64))
-    assert "stores the model's dtype only" in CPUPaged.check(replace(SPEC, quantizer="any"))
+    assert CPUPaged.check(replace(SPEC, quantizer="mine")) == (
+        "does not know how the KV format mine lays out a vector; torch_paged runs every KV format"
+    )
 
 
-def test_without_a_compiler_torch_paged_takes_over(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+def taken_over(caplog, tmp_path):
+    """The line that says why ``auto`` takes ``torch_paged``."""
     plugins = Plugins.load()
     (tmp_path / "engine.yaml").write_text("model: {path: unused}\n")
     config = load_config(tmp_path / "engine.yaml", [], plugins)
     with caplog.at_level(logging.WARNING):
-        name, _, _ = choose_backend(config, plugins, SPEC)
+        name, _ = choose_backend(config, plugins, SPEC, None)
     assert name == "torch_paged"
     (line,) = [m for m in caplog.messages if "cpu_paged" in m]
-    assert line == (
+    return line
+
+
+def test_without_a_compiler_torch_paged_takes_over(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert taken_over(caplog, tmp_path) == (
         "attention backend cpu_paged needs a C++ compiler (c++, or the one that CXX names); "
         "torch_paged takes over"
+    )
+
+
+def test_with_a_compiler_that_fails_torch_paged_takes_over(monkeypatch, caplog, tmp_path):
+    broken = tmp_path / "broken-compiler"
+    broken.write_text(
+        "#!/bin/sh\necho 'x.cpp: what follows'\necho 'x.cpp:1: error: no' >&2\nexit 1\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert taken_over(caplog, tmp_path) == (
+        "attention backend cpu_paged cannot be compiled: x.cpp:1: error: no; torch_paged takes over"
     )
 
 

@@ -13,7 +13,6 @@ from pageloom.contract import (
     AttentionBatch,
     AttentionSpec,
     KVQuantizer,
-    LayerSpec,
 )
 from pageloom_attention.cuda_paged import nvrtc
 from pageloom_attention.cuda_paged.instance import (
@@ -32,13 +31,18 @@ class CUDAPaged(AttentionBackend):
     """Split-KV decodes and FlashAttention-2 prefills over the paged cache, in one step.
 
     A layer's cache is ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K and V, so a block
-    is one piece of memory, and so are a head's vectors in it. What a decode launches depends on
-    the batch size alone, and `plan` keeps nothing of a batch of decodes but its tensors, as CUDA
-    graphs need.
+    is one piece of memory, and so are a head's vectors in it. Of a KV format that is coded, the
+    last side is bytes of codes; scales that vectors carry lie apart, a word each, in the same
+    order. The kernels write the codes and widen them to the dtype as they read; constant scales
+    are left to the softmax and to the end.
+
+    What a decode launches depends on the batch size alone, and `plan` keeps nothing of a batch of
+    decodes but its tensors, as CUDA graphs need.
     """
 
     # Only on request: so far the kernels have run in an emulator, and on no GPU.
     auto_rank = 0
+    supports_cuda_graphs = True
 
     min_split_tokens: ClassVar[int] = 256
     """Shorter contexts are not split: a part must be worth a merge."""
@@ -61,8 +65,11 @@ class CUDAPaged(AttentionBackend):
         """Why there are no kernels for ``spec`` on any GPU, None if there are."""
         if spec.dtype not in TYPES:
             return f"computes in float32, bfloat16 and float16, not {spec.dtype}"
-        if spec.quantizer is not None:
-            return "stores the model's dtype only; torch_paged runs every KV quantizer"
+        if spec.quantizer is not None and spec.layout is None:
+            return (
+                f"has kernels for KV formats with a VectorLayout, and {spec.quantizer} has none: "
+                "torch_paged runs every format"
+            )
         for layer in spec.layers:
             if layer.head_size % 16 or layer.head_size > MAX_HEAD_SIZE:
                 return (
@@ -75,13 +82,20 @@ class CUDAPaged(AttentionBackend):
         super().__init__(config, spec, quantizer)
         self.instances = [
             Instance(
-                spec.dtype, layer.head_size, layer.num_heads // layer.num_kv_heads, spec.block_size
+                spec.dtype,
+                layer.head_size,
+                layer.num_heads // layer.num_kv_heads,
+                spec.block_size,
+                spec.layout,
             )
             for layer in spec.layers
         ]
         loaded = {instance: self.load(instance) for instance in dict.fromkeys(self.instances)}
         self.kernels = [loaded[instance] for instance in self.instances]
         self.cache: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor | None] = []
+        self._constants = [self._constant_scales(layer) for layer in range(len(spec.layers))]
+        self._inverses = [tuple(map(_inverse, scales)) for scales in self._constants]
         # Two thread blocks per multiprocessor, which is what the registers of most decodes allow.
         self._wanted_blocks = 2 * self.multiprocessors()
         # Splits are bounded by the wanted blocks, each of which has some 16 rows of partials.
@@ -101,17 +115,27 @@ class CUDAPaged(AttentionBackend):
         return torch.cuda.get_device_properties(self.spec.device).multi_processor_count
 
     def bytes_per_block(self) -> int:
-        return sum(map(self._block_bytes, self.spec.layers))
+        each = zip(self.spec.layers, self.instances, strict=True)
+        vectors = 2 * self.spec.block_size
+        return sum(
+            vectors * layer.num_kv_heads * (i.vector_bytes + 4 * i.has_scales) for layer, i in each
+        )
 
     def allocate(self, num_blocks: int) -> None:
-        self.cache = [
-            torch.empty(
-                (num_blocks, 2, s.num_kv_heads, self.spec.block_size, s.head_size),
-                dtype=self.spec.dtype,
-                device=self.spec.device,
+        dtype, device = self.spec.dtype, self.spec.device
+        for spec, instance in zip(self.spec.layers, self.instances, strict=True):
+            shape = (num_blocks, 2, spec.num_kv_heads, self.spec.block_size)
+            if instance.layout is None:
+                cache = torch.empty((*shape, spec.head_size), dtype=dtype, device=device)
+            else:
+                width = instance.vector_bytes
+                cache = torch.empty((*shape, width), dtype=torch.uint8, device=device)
+            self.cache.append(cache)
+            self.scales.append(
+                torch.empty(shape, dtype=torch.int32, device=device)
+                if instance.has_scales
+                else None
             )
-            for s in self.spec.layers
-        ]
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
@@ -150,25 +174,38 @@ class CUDAPaged(AttentionBackend):
         if not pairs:
             return
         given = torch.tensor(pairs, dtype=torch.int32).to(self.spec.device)
-        for kernels, cache, spec in zip(self.kernels, self.cache, self.spec.layers, strict=True):
-            words = self._block_bytes(spec) // 16
-            blocks = min(-(-words // THREADS), 32)
-            # The grid's second side is limited.
-            for some in given.split(65535):
-                params = CopyParams(cache.data_ptr(), some.data_ptr(), words)
-                kernels.launch("copy", (blocks, len(some), 1), THREADS, params)
+        for kernels, cache, scales in zip(self.kernels, self.cache, self.scales, strict=True):
+            self._copy(kernels, "copy", 16, cache, given)
+            if scales is not None:
+                self._copy(kernels, "copy_scales", 8, scales, given)
 
     def read_blocks(self, blocks: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.spec.device)
-        parts = [cache.view(torch.uint8).flatten(1)[index] for cache in self.cache]
-        return torch.cat(parts, dim=1).cpu()
+        return torch.cat([held[index] for held in self._bytes()], dim=1).cpu()
 
     def write_blocks(self, blocks: Sequence[int], data: torch.Tensor) -> None:
         index = torch.tensor(blocks, dtype=torch.int64, device=self.spec.device)
-        sizes = [self._block_bytes(layer) for layer in self.spec.layers]
-        parts = data.to(self.spec.device).split(sizes, dim=1)
-        for cache, part in zip(self.cache, parts, strict=True):
-            cache.view(torch.uint8).flatten(1)[index] = part
+        all_bytes = self._bytes()
+        parts = data.to(self.spec.device).split([held.shape[1] for held in all_bytes], dim=1)
+        for held, part in zip(all_bytes, parts, strict=True):
+            held[index] = part
+
+    @staticmethod
+    def _copy(
+        kernels: Kernels, part: str, word: int, held: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        """Copy blocks of ``held`` in words of ``word`` bytes."""
+        words = held[0].numel() * held.itemsize // word
+        blocks = min(-(-words // THREADS), 32)
+        # The grid's second side is limited.
+        for some in pairs.split(65535):
+            params = CopyParams(held.data_ptr(), some.data_ptr(), words)
+            kernels.launch(part, (blocks, len(some), 1), THREADS, params)
+
+    def _bytes(self) -> list[torch.Tensor]:
+        """The cache, views ``uint8 [num_blocks, bytes]``."""
+        both = zip(self.cache, self.scales, strict=True)
+        return [x.view(torch.uint8).flatten(1) for pair in both for x in pair if x is not None]
 
     def _store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         spec, batch = self.spec.layers[layer], self._batch
@@ -176,14 +213,18 @@ class CUDAPaged(AttentionBackend):
             k=k.data_ptr(),
             v=v.data_ptr(),
             cache=self.cache[layer].data_ptr(),
+            scales=self._scales_at(layer),
             slots=batch.slots.data_ptr(),
             k_stride=k.stride(0),
             v_stride=v.stride(0),
             num_tokens=batch.num_tokens,
             num_kv_heads=spec.num_kv_heads,
+            key_inverse=self._inverses[layer][0],
+            value_inverse=self._inverses[layer][1],
+            most=self._most,
         )
-        vectors = 2 * batch.num_tokens * spec.num_kv_heads * spec.head_size * k.itemsize // 16
-        self.kernels[layer].launch("store", (-(-vectors // THREADS), 1, 1), THREADS, params)
+        threads = 2 * batch.num_tokens * spec.num_kv_heads * self.instances[layer].store_threads
+        self.kernels[layer].launch("store", (-(-threads // THREADS), 1, 1), THREADS, params)
 
     def _decode(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
@@ -226,6 +267,7 @@ class CUDAPaged(AttentionBackend):
             q=q.data_ptr(),
             out=out.data_ptr(),
             cache=self.cache[layer].data_ptr(),
+            scales=self._scales_at(layer),
             block_tables=batch.block_tables.data_ptr(),
             seq_lens=batch.seq_lens.data_ptr(),
             query_start=batch.query_start.data_ptr(),
@@ -238,13 +280,28 @@ class CUDAPaged(AttentionBackend):
             window=spec.window or 0,
             splits=splits,
             min_split_tokens=self.min_split_tokens,
-            scale=spec.scale,
+            scale=spec.scale * self._constants[layer][0],
+            value_scale=self._constants[layer][1],
             softcap=spec.softcap or 0.0,
         )
 
-    def _block_bytes(self, layer: LayerSpec) -> int:
-        vectors = 2 * layer.num_kv_heads * self.spec.block_size
-        return vectors * layer.head_size * self.spec.dtype.itemsize
+    def _scales_at(self, layer: int) -> int | None:
+        scales = self.scales[layer]
+        return None if scales is None else scales.data_ptr()
+
+    def _constant_scales(self, layer: int) -> tuple[float, float]:
+        """Those of K and V in a format of constant scales, else 1."""
+        layout = self.spec.layout
+        if self.quantizer is None or layout is None or layout.scaling != "static":
+            return 1.0, 1.0
+        return self.quantizer.static_scale(layer, "k"), self.quantizer.static_scale(layer, "v")
+
+    @property
+    def _most(self) -> float:
+        """What a vector with its own scale is limited to: see `VectorLayout`."""
+        layout = self.spec.layout
+        halves = layout is not None and layout.element == "int4"
+        return 0.99 * torch.finfo(torch.float16 if halves else self.spec.dtype).max
 
 
 def prefill_work(batch: AttentionBatch, group: int, rows: int) -> torch.Tensor:
@@ -259,6 +316,11 @@ def prefill_work(batch: AttentionBatch, group: int, rows: int) -> torch.Tensor:
     sequence = torch.arange(batch.num_decodes, batch.num_seqs).repeat_interleave(tiles)
     tile = torch.arange(len(sequence)) - (tiles.cumsum(0) - tiles).repeat_interleave(tiles)
     return torch.stack([sequence, tile * rows], dim=1).flip(0).to(torch.int32).contiguous()
+
+
+def _inverse(scale: float) -> float:
+    """As float32 has it."""
+    return (1 / torch.tensor(scale, dtype=torch.float32)).item()
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

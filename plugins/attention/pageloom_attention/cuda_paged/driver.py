@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from pageloom_attention.cuda_paged.cubins import cached_kernels
 from pageloom_attention.cuda_paged.instance import Instance
-from pageloom_attention.cuda_paged.nvrtc import compile_kernels
 
 
 class DriverError(RuntimeError):
@@ -24,7 +24,7 @@ class DriverKernels:
         self._driver, self._device = driver, device
         names = instance.kernels
         major, minor = torch.cuda.get_device_capability(device)
-        compiled = compile_kernels(names.values(), f"sm_{major}{minor}")
+        compiled = cached_kernels(names.values(), f"sm_{major}{minor}")
         with torch.cuda.device(device):  # makes torch's context the current one
             torch.cuda.current_stream().synchronize()
             # The library is not unloaded: CUDA graphs that were captured may outlive this object.

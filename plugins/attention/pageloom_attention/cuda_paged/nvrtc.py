@@ -9,6 +9,8 @@ from typing import Any
 
 from pageloom_attention.cuda_paged.instance import KERNELS, SOURCE
 
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+
 
 class CompileError(RuntimeError):
     """NVRTC is missing, or refused the source; the message holds what it said."""
@@ -41,25 +43,38 @@ def missing() -> str | None:
     return None
 
 
+def version() -> str:
+    """Of NVRTC, such as ``13.0``."""
+    from cuda.bindings import nvrtc
+
+    major, minor = _checked(nvrtc.nvrtcVersion())
+    return f"{major}.{minor}"
+
+
+def sources() -> dict[str, bytes]:
+    """The kernels' files by name, `SOURCE` first."""
+    return {file.name: file.read_bytes() for file in (SOURCE, *sorted(KERNELS.glob("*.cuh")))}
+
+
 def compile_kernels(names: Iterable[str], arch: str) -> Compiled:
     """Compile the template instances ``names`` for ``arch``, such as ``sm_90``."""
     from cuda.bindings import nvrtc
 
-    headers = sorted(KERNELS.glob("*.cuh"))
+    (main, source), *headers = sources().items()
     program = _checked(
         nvrtc.nvrtcCreateProgram(
-            SOURCE.read_bytes(),
-            SOURCE.name.encode(),
+            source,
+            main.encode(),
             len(headers),
-            [header.read_bytes() for header in headers],
-            [header.name.encode() for header in headers],
+            [text for _, text in headers],
+            [header.encode() for header, _ in headers],
         )
     )
     try:
         wanted = {name: name.encode() for name in names}
         for name in wanted.values():
             _checked(nvrtc.nvrtcAddNameExpression(program, name))
-        options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"--ptxas-options=-v"]
+        options = [option.encode() for option in (f"--gpu-architecture={arch}", *OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
@@ -82,4 +97,4 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     status, *values = answer
     if status:
         raise CompileError(f"NVRTC failed: {status.name}")
-    return values[0] if values else None
+    return None if not values else values[0] if len(values) == 1 else tuple(values)

@@ -18,6 +18,7 @@ class AttentionParams(ctypes.Structure):
         ("q", _P),
         ("out", _P),
         ("cache", _P),
+        ("scales", _P),
         ("block_tables", _P),
         ("seq_lens", _P),
         ("query_start", _P),
@@ -32,6 +33,7 @@ class AttentionParams(ctypes.Structure):
         ("splits", _I),
         ("min_split_tokens", _I),
         ("scale", _F),
+        ("value_scale", _F),
         ("softcap", _F),
     ]
 
@@ -41,11 +43,15 @@ class StoreParams(ctypes.Structure):
         ("k", _P),
         ("v", _P),
         ("cache", _P),
+        ("scales", _P),
         ("slots", _P),
         ("k_stride", _L),
         ("v_stride", _L),
         ("num_tokens", _U),
         ("num_kv_heads", _U),
+        ("key_inverse", _F),
+        ("value_inverse", _F),
+        ("most", _F),
     ]
 
 

@@ -9,11 +9,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "attend.h"
+#include "coded.h"
+#include "formats.h"
 #include "layout.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace pageloom {
 
@@ -104,13 +108,13 @@ void finish_rows(const Layer& layer, const Batch& batch, const Tensors<T>& x, co
 }
 
 // Results that await a merge go to their rows of `all_sums` and `all_results`.
-template <typename Format, typename Computed, typename T>
+template <typename Tiles, typename T>
 void run(const Layer& layer, const Batch& batch, const Tensors<T>& x, const Task& task,
          Sums* all_sums, float* all_results) {
-  thread_local Workspace<Format, Computed> work;
+  thread_local Workspace<Tiles> work;
   const int64_t token = batch.query_start[task.sequence] + task.first_query;
   const int64_t head = task.kv_head * layer.group();
-  Attention<Format, Computed>(layer, task, batch.tables + task.sequence * batch.table_stride, work)
+  Attention<Tiles>(layer, task, batch.tables + task.sequence * batch.table_stride, work)
       .run(x.q + token * x.q_stride + head * layer.head_size, x.q_stride);
   if (task.splits == 1)
     return finish_rows(layer, batch, x, task, work.sums.data(), work.result.data());
@@ -118,9 +122,11 @@ void run(const Layer& layer, const Batch& batch, const Tensors<T>& x, const Task
   std::copy(work.result.begin(), work.result.end(), all_results + task.partial * layer.width());
 }
 
-template <typename Format, typename T>
-void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x) {
-  const Cache<Format> cache(layer);
+// `Cached` is a Cache or CodedCache. Tiles are of type `Few`, or `Many` in tasks of at least
+// `many_rows` rows.
+template <typename Cached, typename Few, typename Many, typename T>
+void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x, int64_t many_rows) {
+  const Cached cache(layer);
   const int64_t width = layer.width(), group = layer.group(), size = layer.head_size;
   // Kept from call to call. The threads of the team reach the caller's through these pointers.
   thread_local std::vector<Task> planned;
@@ -145,10 +151,10 @@ void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x) {
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_tasks; ++i) {
       const Task& task = tasks[i];
-      if (task.queries * group < Format::WIDE_ROWS) {
-        run<Format, Format>(layer, batch, x, task, all_sums, all_results);
+      if (task.queries * group < many_rows) {
+        run<Few>(layer, batch, x, task, all_sums, all_results);
       } else {
-        run<Format, Single<float>>(layer, batch, x, task, all_sums, all_results);
+        run<Many>(layer, batch, x, task, all_sums, all_results);
       }
     }
 
@@ -160,14 +166,34 @@ void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x) {
   }
 }
 
+template <typename Format, typename Element, typename T>
+void forward_coded(const Layer& layer, const Batch& batch, const Tensors<T>& x) {
+  using Cached = CodedCache<Element>;
+  // Of what must be widened anyway, only pairs are worth being narrow.
+  using Computed = std::conditional_t<Format::PAIR == 2, Format, Single<float>>;
+  forward<Cached, WidenedTiles<Cached, Computed>, WidenedTiles<Cached, Single<float>>>(
+      layer, batch, x, Format::WIDE_ROWS);
+}
+
 template <typename Format>
 void forward(const Layer& layer, const Batch& batch, const void* q, const void* k, const void* v,
              void* out, const int64_t* strides, const float* sinks) {
   using T = typename Format::Stored;
-  forward<Format, T>(layer, batch,
-                     {static_cast<const T*>(q), static_cast<const T*>(k),
-                      static_cast<const T*>(v), static_cast<T*>(out), strides[0], strides[1],
-                      strides[2], strides[3], sinks});
+  const Tensors<T> x = {static_cast<const T*>(q), static_cast<const T*>(k),
+                        static_cast<const T*>(v), static_cast<T*>(out), strides[0], strides[1],
+                        strides[2], strides[3], sinks};
+  switch (layer.element) {
+    case 0:
+      return forward<Cache<Format>, StoredTiles<Format>,
+                     WidenedTiles<Cache<Format>, Single<float>>>(layer, batch, x,
+                                                                 Format::WIDE_ROWS);
+    case 1: return forward_coded<Format, Float8<3>>(layer, batch, x);
+    case 2: return forward_coded<Format, Float8<2>>(layer, batch, x);
+    case 3: return forward_coded<Format, Int8>(layer, batch, x);
+    case 4:
+      if (layer.scale_per_vector) return forward_coded<Format, AffineInt4>(layer, batch, x);
+      return forward_coded<Format, Int4>(layer, batch, x);
+  }
 }
 
 }  // namespace pageloom

@@ -1,4 +1,4 @@
-// Where the elements of a layer's cache lie.
+// Where the elements of a layer's cache lie, if it holds them as they come; coded.h has the others.
 //
 // A block holds K and then V for each KV head in turn. `width` is the head size, rounded up to
 // whole groups of 16. Within K, 16 tokens (the last group of a block may have fewer) lie side by
@@ -25,15 +25,21 @@ struct Layer {
   int64_t heads, kv_heads, head_size, block_size;
   int64_t window;  // tokens, 0 for none
   float scale, softcap;  // softcap 0 for none
+  int64_t element;  // 0 that of dtype, 1 fp8_e4m3, 2 fp8_e5m2, 3 int8, 4 int4
+  int64_t scale_per_vector;  // 1 if each coded vector carries its scale, 0 if these two hold:
+  float k_scale, v_scale;
 
   int64_t width() const { return (head_size + 15) / 16 * 16; }
   int64_t group() const { return heads / kv_heads; }
 };
 
+inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 template <typename Format>
 class Cache {
  public:
   using Stored = typename Format::Stored;
+  using Tile = const Stored*;
   static constexpr int64_t PAIR = Format::PAIR;
 
   explicit Cache(const Layer& layer)
@@ -48,15 +54,21 @@ class Cache {
   Stored* values(int64_t block, int64_t head) const { return keys(block, head) + size_ * width_; }
 
   // The tile that begins with token t of a sequence, where `tiles_in_place`.
-  const Stored* key_tile(const int32_t* table, int64_t head, int64_t t) const {
+  Tile key_tile(const int32_t* table, int64_t head, int64_t t) const {
     return keys(table[t / size_], head) + t % size_ * width_;
   }
-  const Stored* value_tile(const int32_t* table, int64_t head, int64_t t) const {
+  Tile value_tile(const int32_t* table, int64_t head, int64_t t) const {
     return key_tile(table, head, t) + size_ * width_;
   }
 
   bool tiles_in_place() const { return size_ % TILE == 0; }
-  int64_t tile_elements() const { return TILE * width_; }
+  int64_t tile_size() const { return TILE * width_; }  // of type Stored
+
+  void fetch(Tile tile) const {
+    auto* start = reinterpret_cast<const char*>(tile);
+    const int64_t bytes = tile_size() * sizeof(Stored);
+    for (int64_t i = 0; i < bytes; i += 64) pageloom::fetch(start + i);
+  }
 
   // Elements of one K vector: PAIR side by side at first + i * stride, for i in [0, width / PAIR).
   struct Strided {
@@ -89,10 +101,10 @@ class Cache {
   }
 
   // Copy the keys of tokens begin <= t < end, which belong to the tile from token `start` on, to
-  // `tile`, with 0 for the tile's other tokens.
-  void gather_keys(const int32_t* table, int64_t head, int64_t start, int64_t begin, int64_t end,
+  // `tile`, with 0 for the tile's other tokens. Returns that tile.
+  Tile gather_keys(const int32_t* table, int64_t head, int64_t start, int64_t begin, int64_t end,
                    Stored* tile) const {
-    std::fill_n(tile, tile_elements(), Stored{});
+    std::fill_n(tile, tile_size(), Stored{});
     for (int64_t t = begin; t < end; ++t) {
       auto [first, stride] = key(t % size_);
       const Stored* from = keys(table[t / size_], head) + first;
@@ -100,11 +112,12 @@ class Cache {
       for (int64_t i = 0; i < width_ / PAIR; ++i)
         std::memcpy(to + i * TILE * PAIR, from + i * stride, PAIR * sizeof(Stored));
     }
+    return tile;
   }
 
-  void gather_values(const int32_t* table, int64_t head, int64_t start, int64_t begin, int64_t end,
+  Tile gather_values(const int32_t* table, int64_t head, int64_t start, int64_t begin, int64_t end,
                      Stored* tile) const {
-    std::fill_n(tile, tile_elements(), Stored{});
+    std::fill_n(tile, tile_size(), Stored{});
     for (int64_t t = begin; t < end; ++t) {
       auto [first, stride] = value(t % size_);
       const Stored* from = values(table[t / size_], head) + first;
@@ -117,6 +130,20 @@ class Cache {
       }
       for (int64_t i = 0; i < width_; ++i) to[i * PAIR] = from[i * stride];
     }
+    return tile;
+  }
+
+  template <typename To>
+  static constexpr bool LEAVES_SCALES = false;  // there are none
+
+  // Turn a tile of K or of V into float32, without pairs.
+  template <typename To>
+  void widen_keys(Tile tile, float* to) const {
+    Format::widen(tile, to, width_, TILE);
+  }
+  template <typename To>
+  void widen_values(Tile tile, float* to) const {
+    Format::widen(tile, to, TILE, width_);
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "formats.h"
 #include "layout.h"
 #include "simd.h"
 
@@ -17,8 +18,6 @@ namespace pageloom {
 // Tiles are fetched into the L2 cache while this many others, read before them, are computed with:
 // the gaps between blocks defeat the CPU's own prefetching. Farther ahead was slower.
 constexpr int64_t AHEAD = 4;
-
-inline void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 // COUNT columns of the tiles that are summed over now, and of those to come.
 template <typename Format, int COUNT>

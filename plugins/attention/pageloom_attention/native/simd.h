@@ -1,4 +1,4 @@
-// Vectors of float32, and the element formats that the kernels compute with.
+// Vectors of float32, and how the elements of q, k and v are read and written as such.
 //
 // A vector is the type of GCC and Clang that stands for one register of the CPU that the code is
 // compiled for, or for plain scalar code where it has none, so all that is not named below by an
@@ -39,6 +39,8 @@ struct VectorOf {
 };
 using Vector = VectorOf<float>::type;
 using Words = VectorOf<uint32_t>::type;
+using Halves = VectorOf<uint16_t>::type;
+using Bytes = VectorOf<uint8_t>::type;
 
 struct bfloat16 {
   uint16_t bits;
@@ -80,25 +82,21 @@ inline Vector load(const float* x) {
   return result;
 }
 
-inline Words load_words(const uint16_t* x) {
-  VectorOf<uint16_t>::type narrow;
-  std::memcpy(&narrow, x, sizeof narrow);
-  return __builtin_convertvector(narrow, Words);
-}
-
 inline Vector load(const bfloat16* x) {
-  return bit_cast<Vector>(load_words(&x->bits) << 16);
+  Halves bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return bit_cast<Vector>(__builtin_convertvector(bits, Words) << 16);
 }
 
 // Exponent and mantissa move to their place in a float32, whose exponent has another bias, which a
 // product corrects, for subnormals too. Infinity and NaN have the largest exponent in both.
-inline Vector load(const float16* x) {
+inline Vector widen_float16(Halves x) {
 #if defined(__AVX512F__)
-  return bit_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+  return bit_cast<Vector>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
 #elif defined(__F16C__) && defined(__AVX__)
-  return bit_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+  return bit_cast<Vector>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
 #else
-  Words bits = load_words(&x->bits);
+  Words bits = __builtin_convertvector(x, Words);
   Words magnitude = (bits & 0x7fff) << 13;
   Vector scaled = bit_cast<Vector>(magnitude) * 0x1p112f;
   Words result = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bit_cast<Words>(scaled);
@@ -106,22 +104,32 @@ inline Vector load(const float16* x) {
 #endif
 }
 
+inline Vector load(const float16* x) {
+  Halves bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return widen_float16(bits);
+}
+
 inline void store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
 
 inline void store_low_halves(uint16_t* to, Words x) {
-  auto narrow = __builtin_convertvector(x, VectorOf<uint16_t>::type);
+  Halves narrow = __builtin_convertvector(x, Halves);
   std::memcpy(to, &narrow, sizeof narrow);
 }
 
-// Rounds to nearest even. NaN stays NaN.
+// The bits of a bfloat16 in each lane. Rounds to nearest even. NaN stays NaN.
+inline Words to_bfloat16(Vector x) {
+  Words bits = bit_cast<Words>(x);
+  Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (bits & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7fc0 : rounded;
+}
+
 inline void store(bfloat16* to, Vector x) {
 #if defined(__AVX512BF16__)
   auto narrow = _mm512_cvtneps_pbh(bit_cast<__m512>(x));
   std::memcpy(to, &narrow, sizeof narrow);
 #else
-  Words bits = bit_cast<Words>(x);
-  Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  store_low_halves(&to->bits, (bits & 0x7fffffff) > 0x7f800000 ? Words{} + 0x7fc0 : rounded);
+  store_low_halves(&to->bits, to_bfloat16(x));
 #endif
 }
 
@@ -175,90 +183,5 @@ inline Vector tanh(Vector x) {
   Vector clamped = x > 10.0f ? spread(10.0f) : x < -10.0f ? spread(-10.0f) : x;
   return 1.0f - 2.0f / (power_of_two(clamped * (2 * LOG2_E)) + 1.0f);
 }
-
-constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
-
-// A format says how the cache holds elements (Stored), and in which form the queries and softmax
-// weights that multiply them are kept (Operand). PAIR elements that are neighbours along the axis
-// of summation lie side by side, for instructions that sum such pairs. `multiply_add` adds to each
-// lane of `sum` the products of that lane's PAIR elements with the PAIR of `operand`. `widen` turns
-// [n / PAIR, m, PAIR] elements into float32 [n, m], which takes less time than it saves where they
-// are used in WIDE_ROWS rows or more.
-
-// One element per lane, widened to float32.
-template <typename T>
-struct Single {
-  using Stored = T;
-  using Operand = float;
-  using Loaded = Vector;
-  using Factor = Vector;
-  static constexpr int PAIR = 1;
-  static constexpr int64_t WIDE_ROWS = sizeof(T) < sizeof(float) ? 4 * ROWS : NEVER;
-  static Loaded load_stored(const T* stored) { return load(stored); }
-  static Factor spread_operand(const float* operand) { return spread(*operand); }
-  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
-    return sum + stored * operand;
-  }
-  static void widen(const Stored* from, float* to, int64_t n, int64_t m) {
-    for (int64_t i = 0; i < n * m; i += LANES) store(to + i, load(from + i));
-  }
-};
-
-// Pairs of bfloat16, which AVX-512 and NEON can multiply and sum in one instruction.
-struct BFloat16Pairs {
-  using Stored = bfloat16;
-  using Operand = bfloat16;
-  static constexpr int PAIR = 2;
-#if defined(__AVX512FP16__)
-  // Intel's cores since Sapphire Rapids: an instruction for pairs takes twice as long as one for
-  // float32 (measured: 87 and 102 GFLOP/s).
-  static constexpr int64_t WIDE_ROWS = 4 * ROWS;
-#else
-  static constexpr int64_t WIDE_ROWS = NEVER;
-#endif
-  static void widen(const Stored* from, float* to, int64_t n, int64_t m) {
-    for (int64_t row = 0; row < n; row += 2)
-      for (int64_t i = 0; i < m; i += LANES) {
-        Words pairs;
-        std::memcpy(&pairs, from + row * m + 2 * i, sizeof pairs);
-        store(to + row * m + i, bit_cast<Vector>(pairs << 16));
-        store(to + (row + 1) * m + i, bit_cast<Vector>(pairs & 0xffff0000));
-      }
-  }
-#if defined(__AVX512BF16__)
-  using Loaded = __m512i;
-  using Factor = __m512i;
-  static Loaded load_stored(const Stored* stored) { return _mm512_loadu_si512(stored); }
-  static Factor spread_operand(const Operand* operand) {
-    int32_t pair;
-    std::memcpy(&pair, operand, sizeof pair);
-    return _mm512_set1_epi32(pair);
-  }
-  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
-    return bit_cast<Vector>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(stored),
-                                             bit_cast<__m512bh>(operand)));
-  }
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-  using Loaded = bfloat16x8_t;
-  using Factor = bfloat16x8_t;
-  static Loaded load_stored(const Stored* stored) {
-    return vld1q_bf16(reinterpret_cast<const bfloat16_t*>(stored));
-  }
-  static Factor spread_operand(const Operand* operand) {
-    uint32_t pair;
-    std::memcpy(&pair, operand, sizeof pair);
-    return vreinterpretq_bf16_u32(vdupq_n_u32(pair));
-  }
-  static Vector multiply_add(Vector sum, Loaded stored, Factor operand) {
-    return bit_cast<Vector>(vbfdotq_f32(bit_cast<float32x4_t>(sum), stored, operand));
-  }
-#endif
-};
-
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-using BFloat16 = BFloat16Pairs;
-#else
-using BFloat16 = Single<bfloat16>;
-#endif
 
 }  // namespace pageloom

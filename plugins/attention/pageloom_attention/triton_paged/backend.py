@@ -14,7 +14,7 @@ import torch
 
 from pageloom.contract import AttentionBatch, AttentionSpec, KVQuantizer, LayerSpec
 from pageloom_attention.cache import CachedAttention
-from pageloom_attention.triton_paged.tiles import Chip, Tiles, choose
+from pageloom_attention.triton_paged.tiles import SCALE_BYTES, Chip, Tiles, choose
 from pageloom_attention.triton_paged.work import divide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,19 +40,24 @@ class TritonPaged(CachedAttention):
     buffers, whenever it has the same number of sequences, so CUDA graphs of such steps stay valid
     as contexts grow: call `plan`, then replay.
 
+    KV formats that have a `VectorLayout` are read and written as they are. A vector's scale lies
+    behind all codes of its KV head's part of a block, where it does not bring codes out of line.
+
     How a sequence's tokens are split depends on what else is in the step, and the order of its
     sums with it: results agree with those of other steps to rounding.
     """
 
     # Before torch_paged on a GPU. Interpreted on a CPU it must not come before cpu_paged.
     auto_rank = 15
+    supports_cuda_graphs = True
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "needs the package triton"
-        if spec.quantizer is not None:
-            return "stores the model's dtype only; torch_paged runs every KV quantizer"
+        refused = _check_format(spec)
+        if refused is not None:
+            return refused
         if spec.dtype not in DTYPES:
             return f"computes in float32, bfloat16 and float16, not {spec.dtype}"
         largest = max(layer.head_size for layer in spec.layers)
@@ -75,6 +80,7 @@ class TritonPaged(CachedAttention):
         on_gpu = spec.device.type == "cuda"
         self._chip = _chip(spec.device) if on_gpu else INTERPRETER
         self._products = spec.dtype if on_gpu else torch.float32
+        self._inverses, self._scales = self._fold_scales()
         self._partials, self._stats = self._allocate_partials()
         self._decode_work: dict[tuple[LayerSpec, int], torch.Tensor] = {}
         self._launches: dict[LayerSpec, Launch] = {}
@@ -104,10 +110,21 @@ class TritonPaged(CachedAttention):
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         spec, (keys, values) = self.spec.layers[layer], self._halves[layer]
-        constants = self._launch.store(spec, self.spec.block_size, self._chip.family)
+        constants = self._launch.store(
+            spec, self.spec.block_size, self.spec.dtype, self._chip.family, self.spec.layout
+        )
         grid = (-(-len(k) * spec.num_kv_heads // constants["VECTORS"]),)
         self._kernels.store_kernel[grid](
-            k, v, keys, values, self._batch.slots, len(k), k.stride(0), v.stride(0), **constants
+            k,
+            v,
+            keys,
+            values,
+            self._batch.slots,
+            len(k),
+            k.stride(0),
+            v.stride(0),
+            *self._inverses[layer],
+            **constants,
         )
 
     def _attend(
@@ -128,9 +145,14 @@ class TritonPaged(CachedAttention):
             q.stride(0),
             out.stride(0),
             self._batch.block_tables.stride(0),
-            *self._launch.scales(spec),
+            *self._scales[layer],
             **self._launch.attend(
-                spec, self.spec.block_size, self._products, self._chip.family, work.tiles
+                spec,
+                self.spec.block_size,
+                self._products,
+                self._chip.family,
+                self.spec.layout,
+                work.tiles,
             ),
         )
         if len(work.merges):
@@ -179,11 +201,25 @@ class TritonPaged(CachedAttention):
     def _tiles(self, layer: LayerSpec, decode: bool) -> Tiles:
         group = layer.num_heads // layer.num_kv_heads
         itemsize = self.spec.dtype.itemsize
-        return choose(self._chip.family, layer.head_size, itemsize, group, decode)
+        coded = self.quantizer is not None
+        return choose(self._chip.family, layer.head_size, itemsize, group, decode, coded)
 
     def _programs(self, layer: LayerSpec) -> int:
         """How many programs per KV head fill the chip."""
         return max(self._chip.programs // layer.num_kv_heads, 1)
+
+    def _fold_scales(self) -> tuple[list[Any], list[Any]]:
+        """What each layer's kernels are given of its scales: `launch.inverses`, `launch.scales`."""
+        layout, products = self.spec.layout, self._products
+        if self.quantizer is None or layout is None or layout.scaling != "static":
+            each = [self._launch.scales(layer, products, layout) for layer in self.spec.layers]
+            return [(None, None)] * len(each), each
+        constant = self.quantizer.static_scale
+        both = [(constant(i, "k"), constant(i, "v")) for i in range(len(self.spec.layers))]
+        return [self._launch.inverses(*scales) for scales in both], [
+            self._launch.scales(layer, products, layout, *scales)
+            for layer, scales in zip(self.spec.layers, both, strict=True)
+        ]
 
     def _allocate_partials(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the partial results of any layer in any step, and for two numbers of each."""
@@ -200,6 +236,27 @@ class TritonPaged(CachedAttention):
         if self.spec.device.type == "cuda":
             return torch.cuda.device(self.spec.device)
         return contextlib.nullcontext()
+
+
+def _check_format(spec: AttentionSpec) -> str | None:
+    if spec.quantizer is None:
+        return None
+    if spec.layout is None:
+        return (
+            f"reads KV formats whose bytes follow a VectorLayout, which those of {spec.quantizer} "
+            "do not; torch_paged runs every KV format"
+        )
+    for layer in spec.layers:
+        try:
+            width = spec.layout.bytes_per_vector(layer.head_size)
+        except ValueError as error:
+            return f"cannot store {spec.quantizer}: {error}"
+        if spec.layout.scaling == "token_head" and spec.block_size * width % SCALE_BYTES:
+            return (
+                f"reads {spec.quantizer} with head size {layer.head_size} in blocks of a multiple "
+                f"of {SCALE_BYTES} tokens, not of {spec.block_size}"
+            )
+    return None
 
 
 def _check_gpu(spec: AttentionSpec, largest_head: int) -> str | None:

@@ -9,7 +9,9 @@ sequence is head ``r % GROUP`` of its token ``r // GROUP``. The softmax is compu
 to fill the chip, the tokens of a row are split over programs, whose partial results `merge_kernel`
 adds up (Dao et al., Flash-Decoding, 2023).
 
-K and V each lie as ``[block, KV head, slot, element]``.
+K and V each lie as ``[block, KV head, slot, element]``, or coded as `formats` says. Coded ones are
+multiplied as the small numbers that their codes are, which every matrix unit takes without loss:
+their scales multiply scores and weights, of which there are fewer.
 
 Under ``TRITON_INTERPRET=1`` these run on a CPU. The interpreter keeps bfloat16 as integers, so
 there ``DTYPE`` is float32 and everything is converted as it is loaded.
@@ -19,6 +21,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from pageloom_attention.triton_paged.formats import load_codes, load_scales, store_vectors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score, and yet finite: what a row that has seen nothing yet has as its maximum.
@@ -35,9 +39,16 @@ def store_kernel(
     num_tokens,
     k_row,
     v_row,
+    k_inverse,  # of the scale, if that is a constant
+    v_inverse,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # elements of a vector in the cache, without its scale
+    ELEMENT: tl.constexpr,  # `VectorLayout.element`, or None
+    SCALED: tl.constexpr,  # whether each vector has a scale
+    LIMIT: tl.constexpr,  # the largest code
+    MOST: tl.constexpr,  # the largest number that is coded
     VECTORS: tl.constexpr,  # per program
     WIDTH: tl.constexpr,  # the power of 2 that holds a vector
 ):
@@ -46,15 +57,20 @@ def store_kernel(
     token, head = (vector // KV_HEADS).to(tl.int64), vector % KV_HEADS
     held = token < num_tokens
     slot = tl.load(slots + token, mask=held, other=0)
-    row = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    part = slot // BLOCK_SIZE * KV_HEADS + head
     element = tl.arange(0, WIDTH)[None, :]
     mask = held[:, None] & (element < HEAD_SIZE)
     source = head[:, None] * HEAD_SIZE + element
-    target = row[:, None] * HEAD_SIZE + element
-    new = tl.load(k + token[:, None] * k_row + source, mask=mask)
-    tl.store(keys + target, new, mask=mask)
-    new = tl.load(v + token[:, None] * v_row + source, mask=mask)
-    tl.store(values + target, new, mask=mask)
+    new = tl.load(k + token[:, None] * k_row + source, mask=mask, other=0.0)
+    store_vectors(
+        keys, new, part, slot % BLOCK_SIZE, held, k_inverse, HEAD_SIZE, BLOCK_SIZE, ROW,
+        WIDTH, ELEMENT, SCALED, LIMIT, MOST,
+    )  # fmt: skip
+    new = tl.load(v + token[:, None] * v_row + source, mask=mask, other=0.0)
+    store_vectors(
+        values, new, part, slot % BLOCK_SIZE, held, v_inverse, HEAD_SIZE, BLOCK_SIZE, ROW,
+        WIDTH, ELEMENT, SCALED, LIMIT, MOST,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -63,6 +79,7 @@ def _attend_tile(
     top,
     total,
     q,
+    q_sum,
     keys,
     values,
     table,
@@ -73,8 +90,12 @@ def _attend_tile(
     scale,
     cap,
     KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -85,29 +106,28 @@ def _attend_tile(
     """Attend to tokens ``first : first + TILE``, all of which all rows see unless MASKED."""
     token = first + tl.arange(0, TILE)
     inside = token < end
-    element = tl.arange(0, WIDTH)
-    within = element < HEAD_SIZE
     if MASKED:
         block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0)
     else:
         block = tl.load(table + token // BLOCK_SIZE)
-    row = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE
-    row *= HEAD_SIZE
+    part, slot = block.to(tl.int64) * KV_HEADS + kv_head, token % BLOCK_SIZE
+    k = load_codes(
+        keys, part, slot, inside, BLOCK_SIZE, ROW, WIDTH, ELEMENT, SCALED, NATIVE, DTYPE, MASKED,
+        True,
+    )  # fmt: skip
+    v = load_codes(
+        values, part, slot, inside, BLOCK_SIZE, ROW, WIDTH, ELEMENT, SCALED, NATIVE, DTYPE, MASKED,
+        False,
+    )  # fmt: skip
 
-    k_at = keys + row[None, :] + element[:, None]
-    v_at = values + row[:, None] + element[None, :]
-    if MASKED:
-        # What slots past the end hold may be NaN, which a weight of zero would not cancel.
-        k = tl.load(k_at, mask=inside[None, :] & within[:, None], other=0.0)
-        v = tl.load(v_at, mask=inside[:, None] & within[None, :], other=0.0)
-    elif WIDTH != HEAD_SIZE:
-        k = tl.load(k_at, mask=within[:, None], other=0.0)
-        v = tl.load(v_at, mask=within[None, :], other=0.0)
+    score = tl.dot(q, k, input_precision=PRECISION)
+    if SCALED:
+        k_scale, k_added = load_scales(keys, part, slot, inside, BLOCK_SIZE, ROW, ELEMENT, MASKED)
+        score *= (k_scale * scale)[None, :]
+        if ELEMENT == "int4":
+            score += q_sum[:, None] * (k_added * scale)[None, :]
     else:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
-
-    score = tl.dot(q, k.to(DTYPE), input_precision=PRECISION) * scale
+        score *= scale
     if cap is not None:
         score = cap - 2 * cap / (tl.exp2(score) + 1)  # a hyperbolic tangent
     if MASKED:
@@ -122,7 +142,12 @@ def _attend_tile(
     fade = tl.exp2(top - higher)
     total = total * fade + tl.sum(weight, 1)
     result *= fade[:, None]
-    result = tl.dot(weight.to(DTYPE), v.to(DTYPE), result, input_precision=PRECISION)
+    if SCALED:
+        v_scale, v_added = load_scales(values, part, slot, inside, BLOCK_SIZE, ROW, ELEMENT, MASKED)
+        if ELEMENT == "int4":
+            result += tl.sum(weight * (v_added * UNIT)[None, :], 1)[:, None]
+        weight *= (v_scale * UNIT)[None, :]
+    result = tl.dot(weight.to(DTYPE), v, result, input_precision=PRECISION)
     return result, higher, total
 
 
@@ -142,10 +167,16 @@ def attend_kernel(
     table_row,
     scale,  # of the scores, to base 2
     cap,  # softcap to base 2, or None; with it, scale gives twice the argument of the tanh
+    v_scale,  # multiplies results, or None
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,  # as in `store_kernel`
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,  # whether the GPU converts fp8 itself
+    UNIT: tl.constexpr,  # multiplies the scales of V
     WINDOW: tl.constexpr,  # tokens, or None
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -173,6 +204,7 @@ def attend_kernel(
     mask = held[:, None] & (element < HEAD_SIZE)
     pointers = q + query.to(tl.int64)[:, None] * q_row + head[:, None] * HEAD_SIZE + element
     queries = tl.load(pointers, mask=mask, other=0.0).to(DTYPE)
+    q_sum = tl.sum(queries.to(tl.float32), 1)  # for what int4 adds to every element of K
 
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -190,17 +222,19 @@ def attend_kernel(
         masked += tl.maximum(plain, 0) // TILE * TILE
         for first in tl.range(start, masked, TILE):
             result, top, total = _attend_tile(
-                result, top, total, queries, keys, values, table, first, end, position, kv_head,
-                scale, cap, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, WINDOW, TILE, WIDTH, DTYPE,
-                PRECISION, False,
+                result, top, total, queries, q_sum, keys, values, table, first, end, position,
+                kv_head, scale, cap, KV_HEADS, BLOCK_SIZE, ROW, ELEMENT, SCALED, NATIVE, UNIT,
+                WINDOW, TILE, WIDTH, DTYPE, PRECISION, False,
             )  # fmt: skip
     for first in tl.range(masked, end, TILE):
         result, top, total = _attend_tile(
-            result, top, total, queries, keys, values, table, first, end, position, kv_head,
-            scale, cap, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, WINDOW, TILE, WIDTH, DTYPE,
-            PRECISION, True,
+            result, top, total, queries, q_sum, keys, values, table, first, end, position,
+            kv_head, scale, cap, KV_HEADS, BLOCK_SIZE, ROW, ELEMENT, SCALED, NATIVE, UNIT,
+            WINDOW, TILE, WIDTH, DTYPE, PRECISION, True,
         )  # fmt: skip
 
+    if v_scale is not None:
+        result *= v_scale
     if slot < 0:
         pointers = out + query.to(tl.int64)[:, None] * out_row + head[:, None] * HEAD_SIZE + element
         tl.store(pointers, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)

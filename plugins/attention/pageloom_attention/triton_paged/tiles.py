@@ -8,11 +8,12 @@ that do so without spilling, which ``benchmarks/results/triton_resources.json`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Family = Literal["ampere", "hopper", "amd", "interpreter"]
 PROGRAMS_PER_PROCESSOR = 2  # so that one computes while the other waits for memory
+SCALE_BYTES = 4  # of a vector that carries its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,20 @@ class Tiles:
     num_stages: int
 
 
-def choose(family: Family, head_size: int, itemsize: int, group: int, decode: bool) -> Tiles:
-    """Tiles for a decode step, in which every sequence has ``group`` rows, or for any other."""
+def choose(
+    family: Family, head_size: int, itemsize: int, group: int, decode: bool, coded: bool = False
+) -> Tiles:
+    """Tiles for a decode step, in which every sequence has ``group`` rows, or for any other.
+
+    ``itemsize`` is that of what is multiplied, ``coded`` says that K and V become it in registers.
+    """
+    tiles = _uncoded(family, head_size, itemsize, group, decode)
+    if coded and family == "amd":
+        return replace(tiles, tokens=max(tiles.tokens // 2, 16))
+    return tiles
+
+
+def _uncoded(family: Family, head_size: int, itemsize: int, group: int, decode: bool) -> Tiles:
     width = power_of_2(head_size)
     if family == "interpreter":
         return Tiles(128, 128, num_warps=1, num_stages=1)

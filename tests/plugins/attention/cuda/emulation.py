@@ -64,7 +64,7 @@ def source_of(kernels: Mapping[str, str]) -> str:
     """C++ with a function for each part, which runs its kernel and returns what went wrong."""
     lines = ["#include <device.cuh>", "#include <kernels.cu>"]
     for part, name in kernels.items():
-        params = PARAMS.get(part, "AttentionParams")
+        params = PARAMS.get(name.partition("<")[0], "AttentionParams")
         lines.append(
             f'extern "C" const char* launch_{part}(unsigned x, unsigned y, unsigned z, unsigned '
             f"threads, unsigned seed, const {params}* p) {{ return emulator::launch({{x, y, z}}, "

@@ -5,24 +5,31 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from emulation import EmulatedCUDAPaged, EmulatedKernels
 
-from pageloom.contract import AttentionBatch, AttentionSpec, LayerSpec, native
+from pageloom.contract import AttentionBatch, AttentionSpec, LayerSpec, VectorLayout, native
+from pageloom.plugins import Plugins
 from pageloom.testing.attention_cases import Case
 from pageloom.testing.attention_rig import Branch, Candidate, Rig
 from pageloom_attention.cuda_paged.backend import CUDAPaged, prefill_work
+from pageloom_attention.cuda_paged.instance import ELEMENTS, SCALINGS
 
 LAYER = LayerSpec(4, 2, 64, scale=0.125)
 SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, (LAYER,), 16, 1024)
+PLUGINS = Plugins.load()
+LAYOUTS = [VectorLayout(element, scaling) for element in ELEMENTS for scaling in SCALINGS]
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 EMULATED = pytest.mark.skipif(native.find_compiler() is None, reason="there is no C++ compiler")
 
 
 def rig(case: Case, kind: type[Rig] = Rig, **options) -> Rig:
-    return kind(Candidate("emulated", EmulatedCUDAPaged, torch.device("cpu")), case, **options)
+    quantizers = {case.quantizer: partial(PLUGINS.get, "kv_quantizer", case.quantizer)}
+    candidate = Candidate("emulated", EmulatedCUDAPaged, torch.device("cpu"), quantizers=quantizers)
+    return kind(candidate, case, **options)
 
 
 @NO_GPU
@@ -35,7 +42,7 @@ def test_without_a_gpu_it_is_refused(device):
     ("change", "reason"),
     [
         ({"dtype": torch.float64}, "computes in float32, bfloat16 and float16, not torch.float64"),
-        ({"quantizer": "int8"}, "stores the model's dtype only; torch_paged runs every KV quan"),
+        ({"quantizer": "mine"}, "for KV formats with a VectorLayout, and mine has none: torch_pag"),
         ({"layers": (LAYER, replace(LAYER, head_size=40))}, "multiples of 16 up to 256, not 40"),
         ({"layers": (replace(LAYER, head_size=512),)}, "multiples of 16 up to 256, not 512"),
     ],
@@ -169,7 +176,25 @@ def test_rows_may_begin_anywhere(dtype):
 
 
 @EMULATED
-def test_bytes_per_block_is_what_the_cache_takes():
-    one = rig(Case((LAYER, replace(LAYER, head_size=32)), torch.bfloat16, 48))
-    held = sum(cache.numel() * cache.itemsize for cache in one.backend.cache)
-    assert held == one.bytes_per_block * len(one.backend.cache[0])
+@pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=str)
+def test_bytes_per_block_is_what_the_cache_takes(layout, monkeypatch):
+    monkeypatch.setattr(EmulatedCUDAPaged, "load", lambda self, instance: None)
+    layers = (LAYER, replace(LAYER, head_size=80, num_kv_heads=1))
+    spec = replace(SPEC, device=torch.device("cpu"), layers=layers, block_size=3, layout=layout)
+    one = EmulatedCUDAPaged(None, spec, None)
+    one.allocate(5)
+    held = [x for x in (*one.cache, *one.scales) if x is not None]
+    assert sum(x.numel() * x.itemsize for x in held) == 5 * one.bytes_per_block()
+    width = layout.bytes_per_vector if layout else lambda head_size: 2 * head_size
+    assert one.bytes_per_block() == 3 * (4 * width(64) + 2 * width(80))
+
+
+@EMULATED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_codes_need_not_be_aligned_to_a_load(dtype):
+    """72 bytes each, and a half-full load at their end."""
+    case = Case((LayerSpec(2, 1, 144, scale=0.1),), dtype, 16, quantizer="int4_token_head")
+    one = rig(case)
+    first, second = Branch(), Branch()
+    one.step((first, 20), (second, 1))
+    one.step((first, 1), (second, 5))

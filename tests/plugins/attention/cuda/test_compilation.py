@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
+from pageloom.contract import VectorLayout
 from pageloom_attention.cuda_paged import nvrtc
-from pageloom_attention.cuda_paged.instance import Instance
+from pageloom_attention.cuda_paged.instance import ELEMENTS, SCALINGS, Instance
 
 pytestmark = pytest.mark.skipif(
     (reason := nvrtc.missing()) is not None, reason=f"needs {reason}: pip install 'pageloom[cuda]'"
@@ -21,13 +22,22 @@ SHAPES = {
     torch.float32: [(64, 3, 16), (80, 1, 3), (96, 12, 48), (128, 4, 256), (256, 8, 16)],
 }
 INSTANCES = [Instance(dtype, *shape) for dtype, shapes in SHAPES.items() for shape in shapes]
+# Each KV format, with dtypes, shapes and the kernels for float32 in turn.
+LAYOUTS = [VectorLayout(element, scaling) for element in ELEMENTS for scaling in SCALINGS]
+INSTANCES += [
+    Instance(dtype, *SHAPES[dtype][i % 5], layout)
+    for i, layout in enumerate(LAYOUTS)
+    for dtype in [list(SHAPES)[i % 2], *([torch.float32] if i % 4 == 1 else [])]
+]
 REGISTERS = 65536  # of a multiprocessor
 MOST_SHARED = 48 * 1024  # bytes of a thread block
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    "instance", INSTANCES, ids=lambda i: f"{i.dtype}-{i.head_size}-{i.group}-{i.block_size}"
+    "instance",
+    INSTANCES,
+    ids=lambda i: i.kernels["decode"],
 )
 def test_compiles_without_spills(instance, arch, record_property):
     compiled = nvrtc.compile_kernels(instance.kernels.values(), arch)
@@ -49,4 +59,4 @@ def test_what_the_compiler_says_is_reported():
     with pytest.raises(nvrtc.CompileError, match=r"NVRTC failed for sm_80 .*\n.*nonsense"):
         nvrtc.compile_kernels(["nonsense<3>"], "sm_80")
     with pytest.raises(nvrtc.CompileError, match="sm_12345"):
-        nvrtc.compile_kernels(["copy"], "sm_12345")
+        nvrtc.compile_kernels(["copy<uint4>"], "sm_12345")

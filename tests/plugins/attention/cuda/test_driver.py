@@ -45,7 +45,7 @@ def test_kernels_are_loaded_and_launched_on_the_current_stream(tmp_path):
     subprocess.run([*native.find_compiler(), "-shared", "-fPIC", DRIVER, "-o", library], check=True)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
@@ -54,5 +54,5 @@ def test_kernels_are_loaded_and_launched_on_the_current_stream(tmp_path):
     load, launch, refusal = done.stdout.splitlines()
     assert load == "load ELF"
     expected = "3 2 1 threads 128 shared 0 stream 77 params 111 333 extra 0"
-    assert launch == f"launch _Z4copy10CopyParams {expected}"
+    assert launch == f"launch _Z4copyI5uint4Ev10CopyParams {expected}"
     assert refusal == "the CUDA driver failed: CUDA_ERROR_INVALID_VALUE"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from pageloom.contract import AttentionSpec, LayerSpec
+from pageloom.contract import AttentionSpec, LayerSpec, VectorLayout
+from pageloom.contract.quantizer import Element, Scaling
 from pageloom_attention.triton_paged import TritonPaged
 
 LAYER = LayerSpec(4, 2, 64, 0.125)
 ON_CPU = AttentionSpec(torch.device("cpu"), torch.bfloat16, (LAYER,), 16, 4096)
 ON_GPU = replace(ON_CPU, device=torch.device("cuda", 0))
+EIGHT = VectorLayout("int8", "token_head")
 
 
 @pytest.fixture
@@ -52,7 +55,17 @@ def test_a_gpu_will_do(gpu):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (replace(ON_GPU, quantizer="int8"), "stores the model's dtype only"),
+        (replace(ON_GPU, quantizer="mine"), "which those of mine do not; torch_paged runs every"),
+        (
+            replace(
+                large_heads(ON_GPU, 33), quantizer="four", layout=VectorLayout("int4", "static")
+            ),
+            "cannot store four: int4 needs an even head size, not 33",
+        ),
+        (
+            replace(large_heads(ON_GPU, 33), quantizer="eight", layout=EIGHT, block_size=6),
+            "reads eight with head size 33 in blocks of a multiple of 4 tokens, not of 6",
+        ),
         (replace(ON_GPU, dtype=torch.float64), "computes in float32, bfloat16 and float16, not"),
         (large_heads(ON_GPU, 513), "supports head sizes up to 512, not 513"),
         (
@@ -64,6 +77,15 @@ def test_a_gpu_will_do(gpu):
 )
 def test_what_it_cannot_do_is_refused_with_the_reason(gpu, spec, reason):
     assert reason in TritonPaged.check(spec)
+
+
+def test_every_layout_will_do(gpu):
+    for element in get_args(Element):
+        for scaling in get_args(Scaling):
+            layout = VectorLayout(element, scaling)
+            assert TritonPaged.check(replace(ON_GPU, quantizer="a format", layout=layout)) is None
+    odd = large_heads(replace(ON_GPU, quantizer="eight", layout=EIGHT), 33)
+    assert TritonPaged.check(odd) is None
 
 
 def test_an_old_gpu_is_refused(gpu):

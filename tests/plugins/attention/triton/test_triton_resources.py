@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -27,8 +28,24 @@ def load_script():
 resources = load_script()
 
 
+# Of the many for coded K and V, a few: the others are in the committed table.
+COMPILED = [variant for variant in resources.VARIANTS if variant.layout is None] + [
+    variant
+    for variant in resources.VARIANTS
+    if variant.dtype is torch.bfloat16
+    and variant.layer.head_size == 128
+    and (variant.kernel, variant.decode, str(variant).rpartition(", ")[2])
+    in {
+        ("attend", True, "fp8_e4m3 static"),
+        ("attend", False, "int4 token_head"),
+        ("store", False, "fp8_e5m2 static"),
+        ("store", False, "int4 token_head"),
+    }
+]
+
+
 @pytest.mark.parametrize("target", resources.TARGETS)
-@pytest.mark.parametrize("variant", resources.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", COMPILED, ids=str)
 def test_a_kernel_fits_and_spills_no_registers(variant, target):
     found = resources.measure(variant, target)
     assert found.registers > 0

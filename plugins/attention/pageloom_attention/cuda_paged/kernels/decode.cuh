@@ -8,7 +8,7 @@
 #include <tensor_core.cuh>
 
 // Grid (sequences, num_kv_heads * tiles of 16 query heads, splits).
-template <typename T, int D, int G, int BS>
+template <typename T, typename K, int D, int G, int BS>
 __global__ void __launch_bounds__(THREADS) decode(const AttentionParams p) {
     constexpr int HEAD_TILES = ceil_div(G, 16), TOKENS = 16;  // a warp's at a time
     const int sequence = blockIdx.x, kv_head = blockIdx.y / HEAD_TILES;
@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(THREADS) decode(const AttentionParams p) {
     const int warp = threadIdx.x / WARP;
     const Split split = split_of(p, p.seq_lens[sequence], p.splits, blockIdx.z);
     if (split.begin >= split.end) return;
-    const Context<T, D, BS> context(p, sequence, kv_head);
+    const Context<K, D, BS> context(p, sequence, kv_head);
 
-    Rows<T, D, 1> rows;
+    Rows<T, K, D, 1> rows;
     const int head = kv_head * G + first_head;  // a decode's query is row `sequence` of q
     const T* query = (const T*)p.q + sequence * p.q_stride + (long long)head * D;
     rows.start([&](int, int half) {
@@ -35,22 +35,25 @@ __global__ void __launch_bounds__(THREADS) decode(const AttentionParams p) {
     for (; at < split.end; at += step) {
         const int block = next;
         next = look_up(at + step);
-        const auto key_of = [&](int token) {
+        const auto key_of = [&](int token) -> Vector<K> {
             const int its_block = __shfl_sync(ALL_LANES, block, token);
-            return at + token < split.end ? context.key(its_block, at + token) : nullptr;
+            if (at + token >= split.end) return {};
+            return context.key(its_block, at + token);
         };
-        const T* key[2] = {key_of(g), key_of(8 + g)};
-        const T* row[4];
+        const auto value_of = [&](int token) -> Vector<K> {
+            const int its_block = __shfl_sync(ALL_LANES, block, token);
+            if (at + token >= split.end) return {};
+            return context.value(its_block, at + token);
+        };
+        const Vector<K> key[2] = {key_of(g), key_of(8 + g)};
+        Vector<K> row[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            row[i] = key_of(2 * t + i % 2 + i / 2 * 8);
-            if (row[i]) row[i] += context.values;
-        }
+        for (int i = 0; i < 4; i++) row[i] = value_of(2 * t + i % 2 + i / 2 * 8);
         // What is loaded early arrives meanwhile, as far as registers last.
-        unsigned value[4][D / 16];
+        Value<K, D> value[4];
         const auto load_values = [&] {
 #pragma unroll
-            for (int i = 0; i < 4; i++) load_value<T, D>(value[i], row[i], g);
+            for (int i = 0; i < 4; i++) value[i].load(row[i], g);
         };
         float scores[2][1][4];
         if constexpr (rows.KEEP) load_values();
@@ -76,7 +79,7 @@ __global__ void __launch_bounds__(THREADS) decode(const AttentionParams p) {
                 const float factor = weight_of(rows.maximum[0][half], sum.top(row));
 #pragma unroll
                 for (int i = 0; i < D / 4; i++) {  // word, column, odd
-                    const int dim = value_dim<D>(i / 4, 2 * t + i / 2 % 2) + i % 2;
+                    const int dim = value_dim<K, D>(i / 4, 2 * t + i / 2 % 2) + i % 2;
                     const float x =
                         rows.accumulator[0][i / 4 * 2 + i % 2][2 * half + i / 2 % 2] * factor;
                     float& all = sum.accumulator[row][dim];

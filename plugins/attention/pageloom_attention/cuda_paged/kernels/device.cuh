@@ -46,6 +46,23 @@ __device__ inline unsigned pack<fp16>(float low, float high) {
     return word;
 }
 
+// The two elements in a word.
+template <typename T>
+__device__ float2 unpack(unsigned word);
+
+template <>
+__device__ inline float2 unpack<bf16>(unsigned word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+}
+
+template <>
+__device__ inline float2 unpack<fp16>(unsigned word) {
+    float2 x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x.x) : "h"((unsigned short)word));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x.y) : "h"((unsigned short)(word >> 16)));
+    return x;
+}
+
 // c += a @ b for a warp: a is 16 x 16, b is 16 x 8, c is 16 x 8. Lane 4 * g + t holds
 //   a[0], a[1]: rows g, g + 8, columns 2t and 2t + 1;  a[2], a[3]: the same 8 columns on
 //   b0: rows 2t and 2t + 1, column g;                  b1: the same 8 rows on

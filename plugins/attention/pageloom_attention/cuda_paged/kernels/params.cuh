@@ -1,11 +1,13 @@
 // What the host passes to the kernels, and how work is laid out. The structures have the layout of
 // their namesakes in params.py.
 #pragma once
+#include <codes.cuh>
 
 struct AttentionParams {
     const void* q;            // [tokens, num_heads, D], rows q_stride apart
     void* out;                // like q, rows out_stride apart
-    const void* cache;        // [num_blocks, 2, num_kv_heads, BS, D]: K, then V
+    const void* cache;        // [num_blocks, 2, num_kv_heads, BS] vectors: K, then V
+    const unsigned* scales;   // that each vector carries, in the same order
     const int* block_tables;  // rows table_stride apart
     const int* seq_lens;
     const int* query_start;
@@ -17,23 +19,27 @@ struct AttentionParams {
     int window;            // 0: none
     int splits;            // parts that the context of a decode may have
     int min_split_tokens;  // of a part, unless the context is shorter
-    float scale;
-    float softcap;  // 0: none
+    float scale;        // times that of a static format's K
+    float value_scale;  // of a static format's V, else 1
+    float softcap;      // 0: none
 };
 
 struct StoreParams {
     const void* k;  // [num_tokens, num_kv_heads, D], rows k_stride apart
     const void* v;
     void* cache;
+    unsigned* scales;
     const long long* slots;
     long long k_stride, v_stride;  // elements
     unsigned num_tokens, num_kv_heads;
+    float key_inverse, value_inverse;  // of a static format's scales
+    float most;                        // what vectors with their own scales are limited to
 };
 
 struct CopyParams {
     void* cache;
     const int* pairs;       // (source, target)
-    long long block_words;  // of 16 bytes
+    long long block_words;
 };
 
 constexpr int WARP = 32;
@@ -46,26 +52,44 @@ constexpr __host__ __device__ int ceil_div(int a, int b) {
     return (a + b - 1) / b;
 }
 
+constexpr __host__ __device__ int power_of_two_from(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+}
+
 // One KV head of one sequence in the cache, whose blocks hold BS tokens.
-template <typename T, int D, int BS>
+template <typename K, int D, int BS>
 struct Context {
-    const T* keys;         // of this head in block 0
-    long long values;      // elements from a key to its value
-    long long block_size;  // elements
+    static constexpr int BYTES = D * K::BITS / 8;  // of a vector
+
+    const char* cache;
+    const unsigned* scales;
     const int* table;
+    long long first;   // vector of this head in block 0
+    long long values;  // vectors from a key to its value
 
     __device__ Context(const AttentionParams& p, int sequence, int kv_head)
-        : keys((const T*)p.cache + (long long)kv_head * BS * D),
-          values((long long)p.num_kv_heads * BS * D),
-          block_size(2 * values),
-          table(p.block_tables + sequence * p.table_stride) {}
+        : cache((const char*)p.cache),
+          scales(p.scales),
+          table(p.block_tables + sequence * p.table_stride),
+          first((long long)kv_head * BS),
+          values((long long)p.num_kv_heads * BS) {}
 
     __device__ int block(int position) const {
         return table[position / BS];
     }
 
-    __device__ const T* key(int block, int position) const {
-        return keys + block * block_size + position % BS * D;
+    __device__ Vector<K> key(int block, int position) const {
+        return vector(first + block * 2 * values + position % BS);
+    }
+
+    __device__ Vector<K> value(int block, int position) const {
+        return vector(first + (block * 2 + 1) * values + position % BS);
+    }
+
+    __device__ Vector<K> vector(long long index) const {
+        return {cache + index * BYTES, K::scale_at(scales, index)};
     }
 };
 
@@ -97,10 +121,10 @@ __device__ inline float logit(const AttentionParams& p, float product) {
 
 // What an accumulator of weights 2^(score - maximum) is multiplied by at the end.
 __device__ inline float normalizer(const AttentionParams& p, int head, float maximum, float sum) {
-    if (!p.sinks) return 1.0f / sum;
+    if (!p.sinks) return p.value_scale / sum;
     const float sink = p.sinks[head] * LOG2E, top = fmaxf(maximum, sink);
     const float weight = exp2_fast(maximum - top);
-    return weight / (sum * weight + exp2_fast(sink - top));
+    return p.value_scale * weight / (sum * weight + exp2_fast(sink - top));
 }
 
 // 2^(x - maximum), where both may be minus infinity.

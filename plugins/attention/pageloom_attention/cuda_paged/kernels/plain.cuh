@@ -6,16 +6,10 @@
 #include <params.cuh>
 #include <partial.cuh>
 
-constexpr __host__ __device__ int power_of_two_from(int n) {
-    int power = 1;
-    while (power < n) power *= 2;
-    return power;
-}
-
-template <int HEADS, int D>
+template <typename K, int HEADS, int D>
 struct PlainShared {
     alignas(16) float query[HEADS][D];
-    const float* key[WARPS][WARP];  // of each of the tokens at hand
+    Vector<K> value[WARPS][WARP];  // of each of the tokens at hand
     float weight[WARPS][HEADS][WARP];
     Sum<HEADS, D> sum;
 };
@@ -24,9 +18,28 @@ __device__ inline float dot(const float4& a, const float4& b) {
     return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
 }
 
+// Elements 4i .. 4i + 3 for all i of `x`, from `from` on.
+template <typename K, int N>
+__device__ void read(float4 (&x)[N], const Vector<K>& row, int from) {
+    unsigned words[4];
+    if constexpr (K::CODED) {
+        load(words, row.at + from * K::BITS / 8, 4 * N * K::BITS);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            constexpr int PAIRS = 16 / K::BITS;  // in a word
+            const float2 first = K::pair(words[2 * i / PAIRS], 2 * i % PAIRS, row.scale);
+            const float2 second = K::pair(words[2 * i / PAIRS], 2 * i % PAIRS + 1, row.scale);
+            x[i] = float4{first.x, first.y, second.x, second.y};
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = ((const float4*)row.at)[from / 4 + i];
+    }
+}
+
 // Grid (query tokens, num_kv_heads * tiles of 8 query heads, splits; 1 for prefills). Two thread
 // blocks per multiprocessor are enough; for more, ptxas would spill.
-template <int D, int G, int BS>
+template <typename K, int D, int G, int BS>
 __global__ void __launch_bounds__(THREADS, 2) plain(const AttentionParams p) {
     constexpr int HEADS = G < 8 ? G : 8, HEAD_TILES = ceil_div(G, HEADS);
     constexpr int VECTORS = D / 4;  // of 16 bytes in a value, which so many lanes read together:
@@ -46,9 +59,9 @@ __global__ void __launch_bounds__(THREADS, 2) plain(const AttentionParams p) {
     }
     const Split split = split_of(p, length, gridDim.z, blockIdx.z);
     if (split.begin >= split.end) return;
-    const Context<float, D, BS> context(p, sequence, kv_head);
+    const Context<K, D, BS> context(p, sequence, kv_head);
 
-    auto& shared = shared_memory<PlainShared<HEADS, D>>();
+    auto& shared = shared_memory<PlainShared<K, HEADS, D>>();
     const float* query = (const float*)p.q + token * p.q_stride + (long long)head * D;
     for (int i = threadIdx.x; i < HEADS * D; i += THREADS)
         shared.query[i / D][i % D] = i / D < count ? query[i] : 0.0f;
@@ -69,14 +82,18 @@ __global__ void __launch_bounds__(THREADS, 2) plain(const AttentionParams p) {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) score[h] = 0.0f;
         if (position < split.end) {
-            const float* key = context.key(context.block(position), position);
-            shared.key[warp][lane] = key;
-#pragma unroll 4
-            for (int i = 0; i < VECTORS; i++) {
-                const float4 x = ((const float4*)key)[i];
+            const int block = context.block(position);
+            const Vector<K> key = context.key(block, position);
+            shared.value[warp][lane] = context.value(block, position);
+#pragma unroll 1
+            for (int at = 0; at < D; at += 16) {
+                float4 x[4];
+                read<K>(x, key, at);
 #pragma unroll
-                for (int h = 0; h < HEADS; h++)
-                    score[h] += dot(x, ((const float4*)shared.query[h])[i]);
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int h = 0; h < HEADS; h++)
+                        score[h] += dot(x[i], ((const float4*)shared.query[h])[at / 4 + i]);
             }
         }
 #pragma unroll
@@ -99,12 +116,14 @@ __global__ void __launch_bounds__(THREADS, 2) plain(const AttentionParams p) {
         const int tokens = min(WARP, split.end - at);
 #pragma unroll 4
         for (int other = lane / LANES; other < tokens; other += SETS) {
-            const auto* value = (const float4*)(shared.key[warp][other] + context.values);
+            const Vector<K> value = shared.value[warp][other];
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
                 const int vector = lane % LANES + i * LANES;
                 if (vector >= VECTORS) continue;
-                const float4 x = value[vector];
+                float4 one[1];
+                read<K>(one, value, 4 * vector);
+                const float4 x = one[0];
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
                     const float weight = shared.weight[warp][h][other];

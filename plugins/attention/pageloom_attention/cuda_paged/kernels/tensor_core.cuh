@@ -5,7 +5,9 @@
 // 1, 2t + 8 and 2t + 9 of a key, lane t gives it dimensions that are neighbors in memory, and the
 // queries are permuted alike. V needs pairs of tokens in one word, which two byte permutations make
 // of two rows; the columns of its product may be any dimensions, so each lane takes neighbors too.
+// The fewer bits an element has, the more neighbors a load brings, widened as they are used.
 #pragma once
+#include <codes.cuh>
 #include <device.cuh>
 #include <params.cuh>
 
@@ -18,44 +20,98 @@ __device__ inline int lane_place() {
     return threadIdx.x % 4;
 }
 
-// Words of 32 dimensions of a key, or a query, from `first` on: lane t has dimensions first + 8t
-// onward. Where only 16 are left, four a lane in the first two words. Zeros for a null row.
-template <typename T, int D>
-__device__ void load_key(unsigned (&words)[4], const T* row, int first, int t) {
-    uint4 x = {0, 0, 0, 0};
-    if (row && first + 32 <= D) x = *(const uint4*)(row + first + 8 * t);
-    if (row && first + 32 > D) {
-        const uint2 half = *(const uint2*)(row + first + 4 * t);
-        x.x = half.x, x.y = half.y;
-    }
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+// Neighbors that a lane reads in one load where `lanes` lanes share a row from dimension `first`
+// on: 128 bits, or fewer where rows are not so aligned or not all lanes would find so many, but at
+// least eight elements; else what is left of the row.
+template <int BITS, int D>
+__device__ constexpr int neighbors(int first, int lanes) {
+    constexpr int ALIGNED = D * BITS & -(D * BITS);
+    for (int n = min(128, ALIGNED) / BITS; n >= 8; n /= 2)
+        if ((first / (lanes * n) + 1) * lanes * n <= D) return n;
+    return D % (lanes * 8) / lanes;
+}
+
+// The first of the neighbors that lane i of `lanes` has in the words of dimensions `first` onward.
+template <int BITS, int D>
+__device__ constexpr int lane_dim(int first, int lanes, int i) {
+    const int n = neighbors<BITS, D>(first, lanes);
+    const int base = n < 8 ? D / (lanes * 8) * lanes * 8 : first / (lanes * n) * lanes * n;
+    return base + i * n + (first - base) / lanes;
 }
 
 // The first of the two dimensions in word i of lane group g in a row of V.
-template <int D>
+template <typename K, int D>
 __device__ constexpr int value_dim(int i, int g) {
-    constexpr int FULL = D / 64;  // chunks of 64 dimensions, 16 bytes a lane
-    if (i < 4 * FULL) return i / 4 * 64 + 8 * g + i % 4 * 2;
-    return FULL * 64 + g * (D % 64 / 8) + (i - 4 * FULL) * 2;
+    return lane_dim<K::BITS, D>(16 * i, 8, g);
 }
 
-template <typename T, int D>
-__device__ void load_value(unsigned (&words)[D / 16], const T* row, int g) {
-#pragma unroll
-    for (int c = 0; c < D / 64; c++) {
-        uint4 x = {0, 0, 0, 0};
-        if (row) x = *(const uint4*)(row + value_dim<D>(4 * c, g));
-        words[4 * c] = x.x, words[4 * c + 1] = x.y, words[4 * c + 2] = x.z, words[4 * c + 3] = x.w;
+// A lane's part of a key, from which it makes the words of 32 dimensions after the other.
+template <typename K, int D>
+struct Key {
+    unsigned codes[4];
+    typename K::Scale scale;
+
+    // To be called before `words` for each `first`.
+    __device__ void load(const Vector<K>& row, int first) {
+        const int n = neighbors<K::BITS, D>(first, 4);
+        if (first % (4 * n) && n >= 8) return;  // was loaded with those before
+        scale = row.scale;
+        const int at = lane_dim<K::BITS, D>(first, 4, lane_place()) * K::BITS / 8;
+        for (int i = 0; i < 4; i++) codes[i] = K::ZEROS;
+        if (row.at) ::load(codes, row.at + at, n * K::BITS);
     }
-#pragma unroll
-    for (int i = D / 64 * 4; i < D / 16; i++)
-        words[i] = row ? *(const unsigned*)(row + value_dim<D>(i, g)) : 0;
-}
 
-// TILES times 16 query rows of a warp and the state of their softmax. A lane has two rows of each
-// tile, g and g + 8, and of their accumulators the dimensions
+    // Two dimensions: word i of the lane's four, two where only 16 dimensions are left.
+    template <typename T>
+    __device__ unsigned word(int first, int i) const {
+        constexpr int PAIRS = 16 / K::BITS;  // in a word of codes
+        const int n = neighbors<K::BITS, D>(first, 4), pair = first % (4 * n) / 8 + i;
+        return widened<T, K>(codes[pair / PAIRS], pair % PAIRS, scale);
+    }
+};
+
+// A lane's part of a row of V.
+template <typename K, int D>
+struct Value {
+    static constexpr int FULL = D / 64 * 64;       // dimensions whose codes fill words
+    static constexpr int WORDS = FULL * K::BITS / 256;
+    static constexpr int PAIRS = 16 / K::BITS;
+
+    unsigned codes[WORDS + D % 64 / 16];
+    typename K::Scale scale;
+
+    __device__ void load(const Vector<K>& row, int g) {
+        scale = row.scale;
+#pragma unroll
+        for (int i = 0; i < WORDS + D % 64 / 16; i++) codes[i] = K::ZEROS;
+        if (!row.at) return;
+#pragma unroll
+        for (int first = 0; first < FULL; first += 64) {
+            const int n = neighbors<K::BITS, D>(first, 8);
+            if (first % (8 * n) == 0)
+                ::load(&codes[first * K::BITS / 256], at(row, first / 16, g), n * K::BITS);
+        }
+#pragma unroll
+        for (int i = FULL / 16; i < D / 16; i++)
+            ::load(&codes[WORDS + i - FULL / 16], at(row, i, g), 2 * K::BITS);
+    }
+
+    __device__ static const char* at(const Vector<K>& row, int i, int g) {
+        return row.at + value_dim<K, D>(i, g) * K::BITS / 8;
+    }
+
+    // The two dimensions of word i.
+    template <typename T>
+    __device__ unsigned word(int i) const {
+        if (i >= FULL / 16) return widened<T, K>(codes[WORDS + i - FULL / 16], 0, scale);
+        return widened<T, K>(codes[i / PAIRS], i % PAIRS, scale);
+    }
+};
+
+// TILES times 16 query rows of a warp and the state of their softmax, for keys and values of format
+// K. A lane has two rows of each tile, g and g + 8, and of their accumulators the dimensions
 // value_dim(i, 2t + column) + odd in `accumulator[tile][2 * i + odd][2 * half + column]`.
-template <typename T, int D, int TILES>
+template <typename T, typename K, int D, int TILES>
 struct Rows {
     // Queries stay in registers if these last, else they come from the L1 cache each time.
     static constexpr bool KEEP = D <= 128;
@@ -88,12 +144,22 @@ struct Rows {
     __device__ void load_query(unsigned (&words)[TILES][2][4], int c) const {
 #pragma unroll
         for (int i = 0; i < TILES * 2; i++)
-            load_key<T, D>(words[i / 2][i % 2], row[i / 2][i % 2], 32 * c, lane_place());
+            load_query(words[i / 2][i % 2], row[i / 2][i % 2], 32 * c);
     }
 
-    // Products with N times 8 tokens; `key_of(n)` is the key of token 8n + g, null if there is none.
-    template <int N, typename Key>
-    __device__ void score(float (&scores)[N][TILES][4], Key key_of) {
+    // The dimensions that the lane has of a key. Zeros for a null row.
+    __device__ static void load_query(unsigned (&words)[4], const T* row, int first) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = 0;
+        if (!row) return;
+        const auto* at = (const char*)(row + lane_dim<K::BITS, D>(first, 4, lane_place()));
+        load(words, at, first + 32 <= D ? 128 : 64);
+    }
+
+    // Products with N times 8 tokens; `key_of(n)` is the key of token 8n + g.
+    template <int N, typename Of>
+    __device__ void score(float (&scores)[N][TILES][4], Of key_of) {
+        Key<K, D> key[N];
 #pragma unroll
         for (int i = 0; i < N * TILES * 4; i++) scores[i / 4 / TILES][i / 4 % TILES][i % 4] = 0.0f;
 #pragma unroll
@@ -102,16 +168,18 @@ struct Rows {
             if constexpr (!KEEP) load_query(words, c);
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                unsigned key[4];
-                load_key<T, D>(key, key_of(n), 32 * c, lane_place());
+                key[n].load(key_of(n), 32 * c);
 #pragma unroll
-                for (int step = 0; step < 4 && 32 * c + 8 * step < D; step += 2)
+                for (int step = 0; step < 4 && 32 * c + 8 * step < D; step += 2) {
+                    const unsigned b0 = key[n].template word<T>(32 * c, step);
+                    const unsigned b1 = key[n].template word<T>(32 * c, step + 1);
 #pragma unroll
                     for (int tile = 0; tile < TILES; tile++) {
                         const auto& w = words[tile];
                         const unsigned a[4] = {w[0][step], w[1][step], w[0][step + 1], w[1][step + 1]};
-                        mma<T>(scores[n][tile], a, key[step], key[step + 1]);
+                        mma<T>(scores[n][tile], a, b0, b1);
                     }
+                }
             }
         }
     }
@@ -180,10 +248,10 @@ struct Rows {
             }
     }
 
-    // Add 16 tokens: their weights in two fragments of 8, and the words of tokens 2t, 2t + 1,
-    // 2t + 8 and 2t + 9 of their values.
+    // Add 16 tokens: their weights in two fragments of 8, and the values of tokens 2t, 2t + 1,
+    // 2t + 8 and 2t + 9.
     __device__ void accumulate(const float (&first)[TILES][4], const float (&second)[TILES][4],
-                               const unsigned (&value)[4][D / 16]) {
+                               const Value<K, D> (&value)[4]) {
         unsigned weights[TILES][4];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
@@ -193,16 +261,20 @@ struct Rows {
             weights[tile][3] = pack<T>(second[tile][2], second[tile][3]);
         }
 #pragma unroll
-        for (int i = 0; i < D / 16; i++)
+        for (int i = 0; i < D / 16; i++) {
+            unsigned words[4];
+#pragma unroll
+            for (int token = 0; token < 4; token++) words[token] = value[token].template word<T>(i);
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const unsigned halves = odd ? 0x7632 : 0x5410;
-                const unsigned b0 = __byte_perm(value[0][i], value[1][i], halves);
-                const unsigned b1 = __byte_perm(value[2][i], value[3][i], halves);
+                const unsigned b0 = __byte_perm(words[0], words[1], halves);
+                const unsigned b1 = __byte_perm(words[2], words[3], halves);
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++)
                     mma<T>(accumulator[tile][2 * i + odd], weights[tile], b0, b1);
             }
+        }
     }
 
     // Complete the sums: until then each of a row's four lanes has the sum of its own tokens.

@@ -22,6 +22,9 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -77,6 +80,26 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     for (int i = 0; i < 4; i++)
         result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
+}
+
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float __frcp_rn(float x) {
+    return 1.0f / x;
+}
+
+inline float __fdiv_rn(float x, float y) {
+    return x / y;
 }
 
 inline float __fdividef(float x, float y) {
@@ -141,6 +164,11 @@ inline fp16 narrow<fp16>(float x) {
 template <typename T>
 unsigned pack(float low, float high) {
     return narrow<T>(low).bits | (unsigned)narrow<T>(high).bits << 16;
+}
+
+template <typename T>
+float2 unpack(unsigned word) {
+    return {widen(T{(unsigned short)word}), widen(T{(unsigned short)(word >> 16)})};
 }
 
 // As the PTX ISA lays the fragments of mma.m16n8k16 out: lane 4g + t holds a[r] at row g + 8 (r %
