@@ -16,7 +16,7 @@ import pytest
 from tiny_model import write_model
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("pageloom-example-attention", "pageloom-peers")
+PACKAGES = ("pageloom-example-attention", "pageloom-example-kvformat", "pageloom-peers")
 
 GENERATE = """
 import json, sys
@@ -29,6 +29,29 @@ for backend in sys.argv[2:]:
     outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
     tokens[backend] = [output.outputs[0].token_ids for output in outputs]
 print(json.dumps(tokens))
+"""
+
+FORMATS = """
+import json, sys
+from pageloom import Engine, SamplingParams
+
+def engine(name, dtype):
+    settings = [f"kv_cache.quantizer={name}", f"model.dtype={dtype}"]
+    return Engine.from_config(sys.argv[1], settings)
+
+plain, coded = (engine(name, "bfloat16").info for name in ("null", "rotated4"))
+params = SamplingParams(temperature=0, max_tokens=12)
+prompts = [[5, 6, 7], list(range(1, 40)), [9] * 20]
+answering = engine("rotated4", "float32")
+together = [output.outputs[0].token_ids for output in answering.generate(prompts, params)]
+alone = [answering.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+print(json.dumps({
+    "bytes_per_block": [plain.bytes_per_block, coded.bytes_per_block],
+    "num_blocks": [plain.num_blocks, coded.num_blocks],
+    "block_size": [plain.block_size, coded.block_size],
+    "together": together,
+    "alone": alone,
+}))
 """
 
 MATRIX = """
@@ -90,6 +113,8 @@ def test_they_are_listed_like_any_other_plugin(environment):
     assert found["blockwise"]["package"] == "pageloom-example-attention"
     assert found["blockwise"]["kind"] == "attention_backend"
     assert found["blockwise"]["available"]
+    assert found["rotated4"]["package"] == "pageloom-example-kvformat"
+    assert found["rotated4"]["kind"] == "kv_quantizer"
     for name in ("flash_attn", "flashinfer"):
         assert found[name]["package"] == "pageloom-peers"
         assert found[name]["available"] or "needs" in found[name]["reason"]
@@ -115,6 +140,29 @@ def test_an_engine_answers_with_the_new_backend_as_with_the_old(environment):
     tokens = json.loads(environment.run("-c", GENERATE, path, "blockwise", "torch_paged"))
     assert tokens["blockwise"] == tokens["torch_paged"]
     assert all(len(each) > 1 for each in tokens["blockwise"])
+
+
+def test_an_engine_stores_by_the_new_format_and_holds_all_that_it_saves(environment):
+    folder = environment.folder / "wide"
+    folder.mkdir()
+    write_model(folder, hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
+    path = folder / "engine.yaml"
+    path.write_text(
+        f"model: {{path: {folder}, loader: dummy,"
+        " options: {initializer_range: 0.5}}\n"
+        "attention: {backend: torch_paged}\n"
+        "kv_cache: {memory: 4MiB, block_size: 16}\n"
+        "runtime: {device: cpu, debug: true}\n"
+    )
+    said = json.loads(environment.run("-c", FORMATS, path))
+    vectors = 2 * 2 * 16  # in a block: K and V of 16 tokens in each of two layers with one head
+    assert said["block_size"] == [16, 16]
+    assert said["bytes_per_block"] == [vectors * 256, vectors * 68]
+    plain, coded = said["num_blocks"]
+    assert [plain, coded] == [2**22 // size for size in said["bytes_per_block"]]
+    assert coded >= 3.76 * plain
+    assert said["together"] == said["alone"]
+    assert all(len(each) > 1 for each in said["together"])
 
 
 def test_the_new_backend_stands_in_the_table(environment):

@@ -186,6 +186,28 @@ def test_linear_layers_that_the_loader_supplies_are_used():
     torch.testing.assert_close(found, expected_logits(reference, tokens), atol=2e-4, rtol=1e-4)
 
 
+def test_a_tied_output_layer_that_the_loader_supplies_is_used():
+    class SuppliesHead(InMemoryLoader):
+        def linear(self, names, in_features, out_features, bias, dtype, device):
+            if list(names) != ["lm_head"]:
+                return None
+            layer = torch.nn.Linear(in_features, *out_features, bias=bias, dtype=dtype)
+            layer.weight.data = -self.state["model.embed_tokens.weight"]
+            return layer
+
+    reference = random_model(CONFIGS["llama tied"])
+    model = build_model(
+        SuppliesHead(reference.config, reference.state_dict()),
+        reference.config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_model_len=MAX_LEN,
+    )
+    (tokens,) = prompts((20,))
+    (found,) = run(model, DenseAttention(model.layers), [(0, tokens, 0)])
+    torch.testing.assert_close(-found, expected_logits(reference, tokens), atol=2e-4, rtol=1e-4)
+
+
 def test_a_checkpoint_of_the_base_model_or_an_old_one_loads():
     reference = random_model(CONFIGS["llama tied"])
     state = {name.removeprefix("model."): t for name, t in reference.state_dict().items()}

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from pageloom.models.dummy import DummyLoader
+from pageloom.models.repeated_random import PERIOD
 
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 SIZES = {
@@ -96,6 +97,22 @@ def test_the_range_sets_the_spread(llama: Path) -> None:
     assert weights(llama)[name].std() == pytest.approx(0.02, rel=0.1)
     assert weights(llama, initializer_range=0.1)[name].std() == pytest.approx(0.1, rel=0.1)
     assert dummy(llama, initializer_range=0.1).model_config().initializer_range == 0.1
+
+
+def test_large_tensors_repeat_their_numbers_but_no_row(tmp_path: Path) -> None:
+    sizes = SIZES | {"vocab_size": 3 * 4096, "hidden_size": 256}
+    LlamaConfig(**sizes, **IDS).save_pretrained(tmp_path)
+    tensors = weights(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    assert embedding.numel() > 2 * PERIOD
+    flat = embedding.flatten()
+    assert torch.equal(flat[PERIOD:], flat[:-PERIOD])
+    assert embedding.std() == pytest.approx(0.02, rel=0.01)
+    assert abs(embedding.mean()) < 1e-4
+    assert len(embedding.unique(dim=0)) == len(embedding)
+    assert torch.linalg.matrix_rank(embedding) == 256
+    assert not torch.equal(embedding, tensors["lm_head.weight"])
+    torch.testing.assert_close(weights(tmp_path)["lm_head.weight"], tensors["lm_head.weight"])
 
 
 def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:

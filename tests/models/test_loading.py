@@ -174,10 +174,10 @@ def test_several_loaders_ask_for_a_choice(folder: Path) -> None:
         (
             {
                 "model.safetensors": "",
-                "config.json": json.dumps({"quantization_config": {"quant_method": "awq"}}),
+                "config.json": json.dumps({"quantization_config": {"quant_method": "gptq"}}),
             },
             ".",
-            "quantized with 'awq', which no loader here reads",
+            "quantized with 'gptq', which no loader here reads",
         ),
     ],
 )
@@ -188,4 +188,4 @@ def test_no_loader_tells_the_nearest_cause(
         (tmp_path / name).write_text(content)
     with pytest.raises(PageloomError, match=message) as raised:
         open_loader(plugins, str(tmp_path / path))
-    assert "asked the loaders dummy, gguf, hf" in str(raised.value)
+    assert "asked the loaders awq, compressed_tensors, dummy, gguf, hf" in str(raised.value)

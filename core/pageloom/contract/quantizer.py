@@ -31,10 +31,13 @@ A whole plugin, two files. ``pyproject.toml``::
             return 2 * head_size
 
         def encode(self, x, layer, kind):
-            return x.to(torch.float16).view(torch.uint8)
+            x = x.float().clamp(-65504, 65504).to(torch.float16)
+            return x.contiguous().view(torch.uint8)
 
         def decode(self, data, layer, kind, dtype):
-            return data.view(torch.float16).to(dtype)
+            # A copy always: where the bytes lie need not be aligned.
+            packed = data.clone(memory_format=torch.contiguous_format)
+            return packed.view(torch.float16).to(dtype)
 
 Then ``kv_cache: {quantizer: fp16}`` in the YAML.
 """
@@ -129,4 +132,5 @@ class KVQuantizer(Component, ABC):
     def decode(
         self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Decode ``uint8 [..., bytes_per_vector]`` to ``dtype [..., head_size]``."""
+        """Decode ``uint8 [..., bytes_per_vector]``, maybe strided and at any address, to ``dtype
+        [..., head_size]``. Must not change ``data``."""

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pageloom.config import build_options
 from pageloom.config.options import option_names
+from pageloom.contract.checkpoint import (
+    PICKLE_SUFFIXES,
+    quantization,
+    weight_files,
+    why_no_weights,
+)
 from pageloom.discovery import PluginError
 from pageloom.errors import PageloomError, one_line
-from pageloom.models.hf import PICKLE_SUFFIXES, quantization, weight_files, why_no_weights
 
 if TYPE_CHECKING:
     from pageloom.contract import WeightLoader

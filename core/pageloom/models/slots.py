@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from pageloom.contract import pretrained
 from pageloom.models.model import UnsupportedModelError
 
-WEIGHT_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""What a weight may be stored in. Everything narrower means something only with its scales."""
+WEIGHT_DTYPES = frozenset(getattr(torch, name) for name in pretrained.WEIGHT_DTYPES)
 
 _BASE_PREFIX = "model."
 

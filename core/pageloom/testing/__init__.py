@@ -19,10 +19,12 @@ pytest.register_assert_rewrite(
     "pageloom.testing.attention_rig",
     "pageloom.testing.attention_shadow",
     "pageloom.testing.attention_candidate",
+    "pageloom.testing.kv_format_suite",
 )
 
 from pageloom.testing.attention_suite import AttentionSuite  # noqa: E402
+from pageloom.testing.kv_format_suite import KVFormatSuite  # noqa: E402
 from pageloom.testing.kv_invariants import KVInvariants  # noqa: E402
 from pageloom.testing.scheduler_suite import SchedulerSuite  # noqa: E402
 
-__all__ = ["AttentionSuite", "KVInvariants", "SchedulerSuite"]
+__all__ = ["AttentionSuite", "KVFormatSuite", "KVInvariants", "SchedulerSuite"]

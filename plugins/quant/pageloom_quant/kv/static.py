@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from pageloom.contract import KVQuantizer, VectorLayout
-from pageloom.contract.quantizer import Kind
+from pageloom.contract.quantizer import Element, Kind
 from pageloom_quant.kv.codes import CODES
 
 log = logging.getLogger(__name__)
 
 KINDS: tuple[Kind, Kind] = ("k", "v")
+CALIBRATED: Element = "fp8_e4m3"  # for whose codes tools that calibrate make scales
+USABLE = "from 2**-120 to 2**120"  # so that float32 holds a scale and its inverse
 
 
 class StaticQuantizer(KVQuantizer):
@@ -37,7 +39,7 @@ class StaticQuantizer(KVQuantizer):
         def __post_init__(self) -> None:
             for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
                 if scale is not None and not _is_usable(scale):
-                    raise ValueError(f"{name} must be finite and above 0, not {scale}")
+                    raise ValueError(f"{name} must be {USABLE}, not {scale}")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -45,30 +47,52 @@ class StaticQuantizer(KVQuantizer):
         self._scales: dict[tuple[int, Kind], float] = {}
 
     def set_scales(self, num_layers: int, scales: Mapping[tuple[int, Kind], float]) -> None:
-        missing: dict[Kind, list[int]] = {"k": [], "v": []}
-        for kind in KINDS:
+        for (layer, kind), scale in scales.items():
             if self._given[kind] is not None:
                 continue
-            for layer in range(num_layers):
-                scale = scales.get((layer, kind))
-                if scale is None:
-                    missing[kind].append(layer)
-                elif not _is_usable(scale):
-                    raise ValueError(
-                        f"the checkpoint's {kind}_scale of layer {layer} must be finite and above "
-                        f"0, not {scale}"
-                    )
-                else:
-                    self._scales[layer, kind] = scale
-        for kind, layers in missing.items():
+            if layer >= num_layers:
+                raise ValueError(
+                    f"the checkpoint has a {kind}_scale of layer {layer}, but the model has "
+                    f"{num_layers} layers"
+                )
+            if not _is_usable(scale):
+                raise ValueError(
+                    f"the checkpoint's {kind}_scale of layer {layer} must be {USABLE}, not {scale}"
+                )
+            self._scales[layer, kind] = scale
+        self._warn_of_other_codes()
+        self._warn_of_missing(num_layers)
+
+    def _warn_of_other_codes(self) -> None:
+        element = self.layout.element
+        if self._scales and element != CALIBRATED:
+            ratio = CODES[CALIBRATED].limit / CODES[element].limit
+            log.warning(
+                "the checkpoint's scales are used for %s as they are; if they were made for %s, as "
+                "is usual, set the options k_scale and v_scale to about %.3g times theirs",
+                element,
+                CALIBRATED,
+                ratio,
+            )
+
+    def _warn_of_missing(self, num_layers: int) -> None:
+        missing = {
+            kind: [i for i in range(num_layers) if (i, kind) not in self._scales]
+            for kind in KINDS
+            if self._given[kind] is None
+        }
+        if missing.get("k") == missing.get("v"):
+            names = {"k_scale and v_scale": missing.get("k", [])}
+        else:
+            names = {f"{kind}_scale": layers for kind, layers in missing.items()}
+        for name, layers in names.items():
             if layers:
                 some = "any layer" if len(layers) == num_layers else f"layers {_ranges(layers)}"
                 log.warning(
-                    "the checkpoint has no %s_scale of %s: 1.0 is used; the option %s_scale sets "
-                    "another",
-                    kind,
+                    "the checkpoint has no %s of %s, so 1.0 is used; kv_cache.options can set %s",
+                    name,
                     some,
-                    kind,
+                    name,
                 )
 
     def static_scale(self, layer: int, kind: Kind) -> float:
@@ -80,7 +104,7 @@ class StaticQuantizer(KVQuantizer):
 
     def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
         inverse = 1 / torch.tensor(self.static_scale(layer, kind), dtype=torch.float32)
-        return CODES[self.layout.element].pack(x.float() * inverse.to(x.device))
+        return CODES[self.layout.element].pack(x.float() * inverse)
 
     def decode(
         self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
@@ -106,7 +130,6 @@ class Int4(StaticQuantizer):
 
 
 def _is_usable(scale: float) -> bool:
-    """Whether float32 holds the scale and its inverse."""
     return math.isfinite(scale) and 2**-120 <= scale <= 2**120
 
 

@@ -26,13 +26,13 @@ class TokenHeadQuantizer(KVQuantizer):
     def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
         codes = CODES[self.layout.element]
         x = limited(x, x.dtype)
-        scale = x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED) / codes.limit
+        scale = divided(x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED), codes.limit)
         return torch.cat([codes.pack(x * (1 / scale)), scale.view(torch.uint8)], dim=-1)
 
     def decode(
         self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
     ) -> torch.Tensor:
-        scale = data[..., -4:].contiguous().view(torch.float32)
+        scale = scaling(data, torch.float32)
         return (CODES[self.layout.element].unpack(data[..., :-4]) * scale).to(dtype)
 
 
@@ -60,7 +60,7 @@ class Int4(KVQuantizer):
         x = limited(x, torch.float16)
         least = x.amin(-1, keepdim=True).half()
         spread = x.amax(-1, keepdim=True) - least.float()
-        step = (spread / 15).clamp_min(LEAST_STEP).half()
+        step = divided(spread, 15).clamp_min(LEAST_STEP).half()
         codes = ((x - least.float()) * (1 / step.float())).clamp(0, 15).round_()
         packed = pack_nibbles(torch.nan_to_num(codes))
         return torch.cat([packed, step.view(torch.uint8), least.view(torch.uint8)], dim=-1)
@@ -68,9 +68,20 @@ class Int4(KVQuantizer):
     def decode(
         self, data: torch.Tensor, layer: int, kind: Kind, dtype: torch.dtype
     ) -> torch.Tensor:
-        step, least = data[..., -4:].contiguous().view(torch.float16).float().split(1, dim=-1)
+        step, least = scaling(data, torch.float16).float().split(1, dim=-1)
         x: torch.Tensor = unpack_nibbles(data[..., :-4]) * step + least
         return x.to(dtype)
+
+
+def scaling(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last four bytes of coded vectors ``[..., bytes]``, as numbers of ``dtype``."""
+    # A copy always: where they lie need not be aligned.
+    return data[..., -4:].clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """``x / by``, rounded once: on CUDA torch multiplies by the rounded inverse of a number."""
+    return x / torch.full_like(x, by)
 
 
 def limited(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
