@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -35,6 +35,13 @@ class DecoderWeights:
     blocks: list[BlockWeights]
     norm: torch.Tensor  # [hidden_size]
     head: nn.Module
+
+    def parts(self) -> list[nn.Module | torch.Tensor]:
+        """All of them, flat."""
+        parts: list[nn.Module | torch.Tensor] = [self.embedding, self.norm, self.head]
+        for block in self.blocks:
+            parts += [getattr(block, f.name) for f in fields(block)]
+        return [part for part in parts if part is not None]
 
 
 def load_decoder_weights(
@@ -113,6 +120,9 @@ class _Assembly:
         if not arch.tied:
             return self._linear(["lm_head"], arch.hidden_size, [arch.vocab_size], False)
         self._slots.ignore("lm_head.weight")
+        supplied = self._supplied(["lm_head"], arch.hidden_size, [arch.vocab_size], False)
+        if supplied is not None:
+            return supplied
         # Where weights are packed this holds the matrix twice: packed, the output layer takes
         # 0.6 of the time, and it is the largest single multiplication of a decode step.
         head = Linear(embedding, None)
@@ -122,9 +132,7 @@ class _Assembly:
     def _linear(
         self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
     ) -> nn.Module:
-        supplied = self._loader.linear(
-            names, in_features, out_features, bias, self._dtype, self._device
-        )
+        supplied = self._supplied(names, in_features, out_features, bias)
         if supplied is not None:
             return supplied
         rows = sum(out_features)
@@ -137,6 +145,13 @@ class _Assembly:
                     self._slots.add(f"{name}.{kind}", part)
         self._linears.append(layer)
         return layer
+
+    def _supplied(
+        self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
+    ) -> nn.Module | None:
+        return self._loader.linear(
+            names, in_features, out_features, bias, self._dtype, self._device
+        )
 
     def _qk_norm(self, attention: str) -> torch.Tensor:
         arch = self._arch

@@ -40,9 +40,11 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, array: array,
+    kind: Callable[[str], gguf.GGMLQuantizationType | None] = lambda name: None,
 ) -> Path:
     """Write ``model`` under ``architecture``. ``keys`` are added metadata (None removes a key),
-    ``extra`` are added tensors, ``change`` may replace or drop tensors by their GGUF name."""
+    ``extra`` are added tensors, ``change`` may replace or drop tensors by their GGUF name, ``kind``
+    says which matrices are quantized and how."""
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -81,8 +83,14 @@ def write_gguf(
             array = array + 1
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         changed = change(target, array)
-        if changed is not None:
-            writer.add_tensor(target, np.ascontiguousarray(changed))
+        if changed is None:
+            continue
+        changed = np.ascontiguousarray(changed)
+        chosen = kind(target) if changed.ndim == 2 else None
+        if chosen is None:
+            writer.add_tensor(target, changed)
+        else:
+            writer.add_tensor(target, gguf.quantize(changed, chosen), raw_dtype=chosen)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

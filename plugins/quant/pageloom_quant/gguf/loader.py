@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pageloom.contract import WeightLoader
 
@@ -17,18 +18,34 @@ if TYPE_CHECKING:
     from pageloom_quant.gguf.architectures import Slot
     from pageloom_quant.gguf.reader import GGUFFile
 
+log = logging.getLogger(__name__)
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
 
 class GGUFLoader(WeightLoader):
     """Reads one ``.gguf`` file as llama.cpp writes it: weights, configuration and tokenizer.
 
-    Quantized tensors are unpacked to float32, others keep their dtype; the engine casts them to
-    the dtype it runs in. Which architectures can be loaded is in `ARCHITECTURES`.
+    Linear layers that the model asks for (`linear`) stay packed where all that is merged into one
+    is Q4_0 or Q4_1, or all Q8_0; so does the output layer that is the embedding matrix, which as a
+    table is expanded. Other quantized tensors are unpacked to float32, others keep their dtype;
+    the engine casts them to the dtype it runs in. Which architectures can be loaded is in
+    `ARCHITECTURES`.
     """
 
     @dataclass
     class Config:
         pre_tokenizer: str | None = None
         """Split text as this ``tokenizer.ggml.pre`` says, for files that do not or are wrong."""
+        dequantize: bool | None = None
+        """Expand all weights to the model's dtype. By default where packed ones would be slow:
+        without native code for the device."""
+
+    def __init__(self, config: Any, path: str) -> None:
+        super().__init__(config, path)
+        self._supplied: set[str] = set()  # tensors, by the names of Hugging Face
+        self._expanded: set[str] = set()  # types of layers that could not stay packed
+        self._told = False  # why nothing stays packed
 
     @classmethod
     def detect(cls, path: str) -> bool:
@@ -48,7 +65,59 @@ class GGUFLoader(WeightLoader):
 
         return build_tokenizer(self._file, self.config.pre_tokenizer)
 
+    def linear(
+        self,
+        names: Sequence[str],
+        in_features: int,
+        out_features: Sequence[int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.nn.Module | None:
+        import torch
+
+        from pageloom_quant.gguf.blocks import BITS, packed_weight
+        from pageloom_quant.gguf.dequantize import PLAIN
+        from pageloom_quant.packed import PackedWeight, packed_linear
+
+        if not self._packs(dtype, device):
+            return None
+        slots = [self._slots[f"{self._source_of(name)}.weight"] for name in names]
+        kinds = [self._file.tensors[slot.source].type for slot in slots]
+        if len({BITS.get(kind) for kind in kinds}) > 1 or kinds[0] not in BITS:
+            self._expanded.update(kind.name for kind in kinds if kind not in PLAIN)
+            return None
+        parts = [
+            packed_weight(self._rows(slot), kind) for slot, kind in zip(slots, kinds, strict=True)
+        ]
+        biases = [self._read(self._slots[f"{name}.bias"]) for name in names] if bias else []
+        for name in names:
+            self._supplied |= {f"{name}.weight", f"{name}.bias"}
+        return packed_linear(
+            PackedWeight.cat(parts), torch.cat(biases) if bias else None, dtype, device
+        )
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._expanded:
+            log.warning(
+                "%s: linear layers of types %s are expanded; those that are all Q4_0 or Q4_1, or "
+                "all Q8_0, stay packed",
+                self.path,
+                ", ".join(sorted(self._expanded)),
+            )
+        for name, slot in self._slots.items():
+            if name not in self._supplied:
+                yield name, self._read(slot)
+
+    @cached_property
+    def _file(self) -> GGUFFile:
+        from pageloom_quant.gguf.reader import GGUFFile
+
+        return GGUFFile(self.path)
+
+    @cached_property
+    def _slots(self) -> dict[str, Slot]:
+        """Every tensor of the model, by the name that Hugging Face has for it."""
         from pageloom_quant.gguf.architectures import (
             check_tensors,
             find_architecture,
@@ -57,29 +126,44 @@ class GGUFLoader(WeightLoader):
 
         slots = list(tensor_slots(self._file, find_architecture(self._file)))
         check_tensors(self._file, slots)
-        for slot in slots:
-            yield slot.name, self._read(slot)
+        return {slot.name: slot for slot in slots}
 
-    @cached_property
-    def _file(self) -> GGUFFile:
-        from pageloom_quant.gguf.reader import GGUFFile
+    def _packs(self, dtype: torch.dtype, device: torch.device) -> bool:
+        from pageloom_quant.packed import why_not_native
 
-        return GGUFFile(self.path)
+        if self.config.dequantize is not None:
+            return not self.config.dequantize
+        reason = why_not_native(dtype, device)
+        if reason and not self._told:
+            self._told = True
+            name = str(dtype).removeprefix("torch.")
+            log.warning("%s: all weights are expanded to %s: %s", self.path, name, reason)
+        return reason is None
+
+    def _source_of(self, layer: str) -> str:
+        """The layer whose weight computes ``layer``: a file without an output layer has it in the
+        embedding."""
+        tied = layer == HEAD and f"{HEAD}.weight" not in self._slots
+        return EMBEDDING if tied else layer
+
+    def _rows(self, slot: Slot) -> torch.Tensor:
+        """The bytes of a tensor, ``uint8 [rows, bytes per row]``, rows as Hugging Face has them."""
+        rows = self._file.rows(slot.source)
+        if not slot.heads:
+            return rows
+        # Rows are whole blocks, so their order is restored on the packed bytes. llama.cpp puts the
+        # two halves of a rotary pair next to each other, Hugging Face half a head apart.
+        rows = rows.view(slot.shape[0], -1)
+        pairs = rows.view(slot.heads, -1, 2, rows.shape[1])
+        return pairs.transpose(1, 2).reshape(rows.shape)
 
     def _read(self, slot: Slot) -> torch.Tensor:
         """One tensor as Hugging Face has it."""
         from pageloom_quant.gguf.dequantize import dequantize
 
-        rows = self._file.rows(slot.source)
-        if slot.heads:
-            # Rows are whole blocks, so their order is restored on the packed bytes. llama.cpp puts
-            # the two halves of a rotary pair next to each other, Hugging Face half a head apart.
-            rows = rows.view(slot.shape[0], -1)
-            pairs = rows.view(slot.heads, -1, 2, rows.shape[1])
-            rows = pairs.transpose(1, 2).reshape(rows.shape)
         kind = self._file.tensors[slot.source].type
         try:
-            tensor = dequantize(rows, kind).reshape(slot.shape)
+            tensor = dequantize(self._rows(slot), kind).reshape(slot.shape)
         except NotImplementedError:
             raise self._file.error(
                 f"has type {kind.name} in tensor {slot.source!r}, which cannot be unpacked"
