@@ -118,8 +118,13 @@ class WeightLoader(Component, ABC):
         ``names`` has one entry for a plain layer (``model.layers.0.mlp.down_proj``) and several
         for a merged one (``...q_proj``, ``...k_proj``, ``...v_proj``). The module maps ``dtype
         [T, in_features]`` to ``dtype [T, sum(out_features)]``, outputs in the order of ``names``,
-        and has its weights loaded when it is returned. Models that run through ``transformers``
-        never ask: a loader that serves those must yield every weight in `tensors`.
+        and has its weights loaded when it is returned. It may say in an attribute
+        ``weight_format: str`` what its packed tensors are called when memory is accounted for
+        (``"int4"``); otherwise their dtypes are. The output layer ``lm_head`` is asked for even
+        where it is the embedding matrix, which `tensors` must yield all the same. On a GPU the
+        module's ``forward`` must not wait for the device, so that CUDA graphs can hold it. Models
+        that run through ``transformers`` never ask: a loader that serves those must yield every
+        weight in `tensors`.
         """
         return None
 

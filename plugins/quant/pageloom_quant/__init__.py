@@ -8,6 +8,8 @@ contract_version = "1.0"
 @hookimpl
 def register_weight_loaders(register: Register) -> None:
     register("gguf", "pageloom_quant.gguf:GGUFLoader")
+    register("awq", "pageloom_quant.awq:AWQLoader")
+    register("compressed_tensors", "pageloom_quant.compressed_tensors:CompressedTensorsLoader")
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""Making quantized checkpoints, with other projects' tools for finding the codes."""
