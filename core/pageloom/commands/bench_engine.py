@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pageloom.commands import SetOption
+from pageloom.commands.comparing import make_trace, print_table, requests_progress
 from pageloom.commands.files import require_folder_of, write_file
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from pageloom.bench.serving.compare import Side
+    from pageloom.bench.serving.quality import Quality, Sample
     from pageloom.bench.serving.report import Comparison
     from pageloom.bench.serving.trace import Trace
 
@@ -57,6 +60,17 @@ def engine(
     keep_prefix_cache: Annotated[
         bool, typer.Option("--keep-prefix-cache", help="Do not empty it before each turn.")
     ] = False,
+    quality: Annotated[
+        bool,
+        typer.Option("--quality", help="Measure perplexity and divergence from the baseline too."),
+    ] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Measure quality on this text, instead of help texts of Python's."),
+    ] = None,
+    quality_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of that text, from its start; default 4096.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every number, after each round.")
     ] = None,
@@ -69,9 +83,14 @@ def engine(
     require_folder_of(json_file)
     require_folder_of(markdown)
     own = (prompt_tokens, output_tokens, prefix_tokens, prefix_groups)
-    wanted = _trace(trace, requests, rate, seed, *own)
+    wanted = make_trace(trace, requests, seed, *own)
+    if rate is not None:
+        from pageloom.bench.serving.trace import with_poisson_arrivals
 
-    from pageloom.bench.serving.report import as_json, as_markdown
+        wanted = with_poisson_arrivals(wanted, rate, seed)
+    sample = _sample(quality, text, quality_tokens)
+
+    from pageloom.bench.serving.report import as_json, as_markdown, notes, table
 
     def save(comparison: Comparison) -> None:
         if json_file is not None:
@@ -79,49 +98,29 @@ def engine(
             write_file(json_file, json.dumps(data).encode())
 
     comparison = _measure(
-        configs, overrides, wanted, rounds, seed, keep_prefix_cache=keep_prefix_cache, save=save
+        configs,
+        overrides,
+        wanted,
+        rounds,
+        seed,
+        sample,
+        keep_prefix_cache=keep_prefix_cache,
+        save=save,
     )
-    _print(comparison)
+    print_table(table(comparison), notes(comparison))
     if markdown is not None:
         write_file(markdown, as_markdown(comparison).encode())
 
 
-def _trace(
-    file: Path | None,
-    requests: int | None,
-    rate: float | None,
-    seed: int,
-    prompt_tokens: str | None,
-    output_tokens: str | None,
-    prefix_tokens: int | None,
-    prefix_groups: int | None,
-) -> Trace:
-    from pageloom.bench.serving import trace as traces
+def _sample(quality: bool, file: Path | None, most_tokens: int | None) -> Sample | None:
+    """The text that quality is to be measured on, if it is."""
+    from pageloom.bench.serving.quality import DEFAULT_TOKENS, Sample
 
-    if prefix_groups and not prefix_tokens:
-        raise PageloomError("--prefix-groups needs --prefix-tokens: how long the prefixes are")
-    if file is None:
-        trace = traces.random_trace(
-            requests or 64,
-            prompt_tokens=traces.parse_span(prompt_tokens or "50:500", "--prompt-tokens"),
-            output_tokens=traces.parse_span(output_tokens or "16:200", "--output-tokens"),
-            prefix_tokens=prefix_tokens or 0,
-            prefix_groups=prefix_groups or 1,
-            seed=seed,
-        )
-    elif prompt_tokens or output_tokens or prefix_tokens:
-        raise PageloomError(
-            "--trace has prompts and lengths of its own: leave out --prompt-tokens, "
-            "--output-tokens, --prefix-tokens and --prefix-groups"
-        )
-    else:
-        trace = traces.read_trace(file)
-        if requests is not None and requests > len(trace):
-            raise PageloomError(
-                f"{file} has {len(trace)} requests, fewer than --requests {requests}"
-            )
-        trace = trace[:requests]
-    return trace if rate is None else traces.with_poisson_arrivals(trace, rate, seed)
+    if quality or file is not None:
+        return Sample.load(file, most_tokens or DEFAULT_TOKENS)
+    if most_tokens is not None:
+        raise PageloomError("--quality-tokens needs --quality, or --text with a file")
+    return None
 
 
 def _measure(
@@ -130,6 +129,7 @@ def _measure(
     wanted: Trace,
     rounds: int,
     seed: int,
+    sample: Sample | None,
     *,
     keep_prefix_cache: bool,
     save: Callable[[Comparison], None],
@@ -140,14 +140,20 @@ def _measure(
     from pageloom.bench.serving.report import Comparison
 
     load, done = load_average(), []
-    with _progress() as progress:
+    with requests_progress() as progress:
         task = progress.add_task("", total=None)
 
         def say(what: str) -> None:
             progress.update(task, description=what)
 
         sides = build_sides(configs, overrides, lambda name: say(f"loading {name}"))
+        for side in sides:
+            report = "\n".join(side.engine.memory.lines())
+            progress.console.print(
+                f"{side.name}: {report}", markup=False, highlight=False, soft_wrap=True
+            )
         trace = prepare(wanted, sides, seed)
+        quality = _quality(sides, sample, progress) if sample is not None else None
         for side in sides:
             say(f"warming up {side.name}")
             warm_up(side, trace)
@@ -161,40 +167,19 @@ def _measure(
             on_finished=lambda: progress.advance(task),
         ):
             done.append(finished)
-            comparison = Comparison(sides, trace, tuple(done), Machine.describe(load))
+            machine = Machine.describe(load)
+            comparison = Comparison(sides, trace, tuple(done), machine, quality)
             save(comparison)
     return comparison
 
 
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _quality(sides: Sequence[Side], sample: Sample, progress: Progress) -> Quality:
+    from pageloom.bench.serving.quality import measure_quality
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        refresh_per_second=2,  # drawing takes time from what is measured
-        transient=True,
+    task = progress.add_task("measuring quality")
+    engines = {side.name: side.engine for side in sides}
+    measured = measure_quality(
+        engines, sample, lambda done, of: progress.update(task, completed=done, total=of)
     )
-
-
-def _print(comparison: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from pageloom.bench.serving.report import notes, table
-
-    header, *rows = table(comparison)
-    shown = Table()
-    for number, name in enumerate(header):
-        shown.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        shown.add_row(*row)
-    console = Console()
-    console.print(shown)
-    for note in notes(comparison):
-        console.print(note, highlight=False, markup=False)
+    progress.remove_task(task)
+    return measured

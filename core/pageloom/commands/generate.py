@@ -53,7 +53,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object per line.")
     ] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Print speed and KV use at the end.")
+        bool, typer.Option("--stats", help="Print speed, KV use and where memory went, at the end.")
     ] = False,
     **sampling: Any,
 ) -> None:
@@ -165,5 +165,7 @@ def _print_stats(engine: Engine, stats: EngineStats) -> None:
         f"{stats.preemptions} preemptions\n"
         f"engine: {info.architecture} in {info.dtype} on {info.device}, attention {info.backend}, "
         f"scheduler {info.policy}",
+        *engine.memory.lines(),
+        sep="\n",
         file=sys.stderr,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,13 @@ from pageloom.models.model import Model
 CPU_SHARE = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    num_blocks: int
+    activations: int | None
+    """Most bytes that a step takes beside weights and cache, if they had to be left room for."""
+
+
 def count_blocks(
     config: Config,
     model: Model,
@@ -24,7 +32,7 @@ def count_blocks(
     block_size: int,
     max_model_len: int,
     device: torch.device,
-) -> int:
+) -> Capacity:
     """Blocks for ``kv_cache``: as many as its ``num_blocks`` says, or as fit into its
     ``memory``, or else into what the device has left.
 
@@ -37,11 +45,12 @@ def count_blocks(
     total = _physical_memory(device)
     if cache.num_blocks is not None:
         _check_fits(cache.num_blocks * bytes_per_block, total, "kv_cache.num_blocks")
-        return cache.num_blocks
+        return Capacity(cache.num_blocks, None)
+    activations = None
     if cache.memory_bytes is not None:
         budget, source = cache.memory_bytes, "kv_cache.memory"
     elif device.type == "cuda":
-        budget = _cuda_budget(config, model, device)
+        budget, activations = _cuda_budget(config, model, device)
         source = "gpu_memory_utilization (after weights and activations)"
     else:
         budget, source = int(total * CPU_SHARE), f"{CPU_SHARE:.0%} of this machine's memory"
@@ -54,7 +63,7 @@ def count_blocks(
             f"no KV block fits: {source} leaves {budget:,} bytes, a block of {block_size} tokens "
             f"takes {bytes_per_block:,}; raise kv_cache.memory or lower kv_cache.block_size"
         )
-    return num_blocks
+    return Capacity(num_blocks, activations)
 
 
 def count_host_blocks(
@@ -88,9 +97,9 @@ def _check_fits(wanted: int, total: int, key: str) -> None:
 
 
 @torch.inference_mode()
-def _cuda_budget(config: Config, model: Model, device: torch.device) -> int:
-    """Bytes for the cache: the configured share of the card, less what is in use once the largest
-    step has run without a cache."""
+def _cuda_budget(config: Config, model: Model, device: torch.device) -> tuple[int, int]:
+    """Bytes for the cache, which are the configured share of the card less what is in use once the
+    largest step has run without a cache; and the bytes that this step took."""
     torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
     tokens = torch.zeros(config.scheduler.max_num_batched_tokens, dtype=torch.long, device=device)
@@ -113,4 +122,5 @@ def _cuda_budget(config: Config, model: Model, device: torch.device) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use = total - free
-    return int(total * config.kv_cache.gpu_memory_utilization) - in_use - activations
+    budget = int(total * config.kv_cache.gpu_memory_utilization) - in_use - activations
+    return budget, activations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +97,11 @@ class TransformersModel(Model):
         # The ids are looked at by nobody, but some models ask for them.
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         logits: torch.Tensor = self._head(input_ids=ids, use_cache=False).logits
+        del self._given.hidden  # nothing of a step stays
         return logits[0].float()
+
+    def weights(self) -> Sequence[nn.Module | torch.Tensor]:
+        return [self._hidden, self._head]
 
     def _try_logits(self, hidden: torch.Tensor, probe: Probe) -> torch.Tensor:
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
+from torch import nn
 
 from pageloom.contract import LayerSpec
 
@@ -39,6 +41,9 @@ class Model(ABC):
     layers: tuple[LayerSpec, ...]
     """The attention layers, in the order of the ``layer`` argument of `Attend`."""
     vocab_size: int
+    supports_cuda_graphs: ClassVar[bool] = False
+    """Whether `forward`, less what its ``attend`` does, launches the same for every ``T`` tokens,
+    without waiting for the device, so that a CUDA graph of it serves other tokens and positions."""
 
     @abstractmethod
     def forward(
@@ -53,3 +58,8 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 ``[N, vocab_size]`` for rows ``hidden [N, hidden_size]`` of `forward`."""
+
+    def weights(self) -> Sequence[nn.Module | torch.Tensor]:
+        """Everything that holds weights, to be counted; a model that computes without any has
+        none. Parts may share tensors."""
+        return ()

@@ -143,7 +143,8 @@ def test_more_requests_than_the_file_has(refused, tmp_path):
 
 def test_the_configs_that_come_along_load_and_get_the_same_memory():
     folder = Path(__file__).parents[3] / "configs" / "bench"
-    names = ("contiguous", "paged", "prefix_caching_off", "least_computed")
+    formats = ("kv_fp8", "kv_fp8_static", "kv_int8", "kv_int4")
+    names = ("contiguous", "paged", "prefix_caching_off", "least_computed", *formats)
     loaded = {name: load_config(folder / f"{name}.yaml") for name in names}
     shared = {
         (config.model.path, config.model.max_model_len, config.kv_cache.memory_bytes)

@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from pageloom.bench.comparison import Row, header, spread_note
 from pageloom.bench.machine import Machine
 from pageloom.bench.serving.compare import Round, Side
+from pageloom.bench.serving.quality import Quality
 from pageloom.bench.serving.replay import Replay
 from pageloom.bench.serving.trace import Trace, TraceRequest
-from pageloom.bench.statistics import (
-    CONFIDENCE,
-    MIN_ROUNDS,
-    Ratio,
-    median_of_percentiles,
-    paired_ratio,
-    show_ratio,
-)
+from pageloom.bench.statistics import CONFIDENCE, Ratio, median_of_percentiles, paired_ratio
 from pageloom.engine.stats import EngineStats
 
 PERCENTILES = (50, 90, 99)
@@ -38,6 +33,9 @@ class Metric:
     def over(self, replays: Sequence[Replay]) -> list[Sequence[float]]:
         """``[rounds][requests]``."""
         return [self.values(replay) for replay in replays]
+
+    def row(self, values: Sequence[float | None], ratios: Sequence[Ratio | None]) -> Row:
+        return Row(self.key, self.name, self.form, values, ratios)
 
 
 def _ttft(replay: Replay) -> list[float]:
@@ -71,15 +69,6 @@ METRICS = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """A metric of every side, and its ratio to the first side."""
-
-    metric: Metric
-    values: list[float | None]  # one per side, the median over rounds
-    ratios: list[Ratio | None]  # one per side after the first
-
-
-@dataclass(frozen=True)
 class Comparison:
     """All rounds of a run; the first side is the baseline."""
 
@@ -87,6 +76,7 @@ class Comparison:
     trace: Trace
     rounds: Sequence[Round]
     machine: Machine
+    quality: Quality | None = None
 
     def replays(self, side: Side) -> list[Replay]:
         return [done[side.name] for done in self.rounds]
@@ -98,7 +88,7 @@ class Comparison:
     def _row(self, metric: Metric) -> Row:
         baseline, *others = (metric.over(self.replays(side)) for side in self.sides)
         if not len(baseline[0]):
-            return Row(metric, [None] * len(self.sides), [None] * len(others))
+            return metric.row([None] * len(self.sides), [None] * len(others))
         values: list[float | None] = [
             median_of_percentiles(one, metric.percentile) for one in (baseline, *others)
         ]
@@ -106,24 +96,28 @@ class Comparison:
             paired_ratio(one, baseline, metric.percentile) if metric.compared else None
             for one in others
         ]
-        return Row(metric, values, ratios)
+        return metric.row(values, ratios)
 
 
 def table(comparison: Comparison) -> list[list[str]]:
-    """Cells, the header first: the metric, every side, and behind each but the first its ratio."""
-    baseline, *others = comparison.sides
-    header = ["", baseline.name]
-    for side in others:
-        header += [side.name, f"/ {baseline.name}"]
-    return [header, *(_cells(row) for row in comparison.rows)]
+    """Cells, the header first."""
+    rows = [row.cells() for row in comparison.rows]
+    if comparison.quality is not None:
+        rows += _quality_cells(comparison.quality)
+    return [header([side.name for side in comparison.sides]), *rows]
 
 
-def _cells(row: Row) -> list[str]:
-    shown = ["none" if v is None else row.metric.form.format(v) for v in row.values]
-    cells = [row.metric.name, shown[0]]
-    for value, ratio in zip(shown[1:], row.ratios, strict=True):
-        cells += [value, show_ratio(ratio)]
-    return cells
+def _quality_cells(quality: Quality) -> Iterator[list[str]]:
+    first, *others = quality.perplexity.values()
+    perplexities = ["perplexity", f"{first:.3f}"]
+    for value, ratio in zip(others, quality.perplexity_ratio.values(), strict=True):
+        shown_ratio = f"{ratio.value:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"
+        perplexities += [f"{value:.3f}", shown_ratio]
+    yield perplexities
+    if others:
+        _, *divergences = quality.kl_divergence.values()
+        shown = [cell for value in divergences for cell in (f"{value:.5f}", "")]
+        yield ["KL from baseline, nats/token", "", *shown]
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
@@ -142,10 +136,17 @@ def notes(comparison: Comparison) -> Iterator[str]:
         size = info.num_blocks * info.bytes_per_block / 2**20
         yield (
             f"{side.name}: {side.path}, {info.backend}, {info.policy}, {info.dtype}; KV cache "
-            f"{size:,.1f} MiB, {info.num_blocks:,} blocks of {info.block_size} tokens, "
-            f"max_model_len {info.max_model_len}."
+            f"{size:,.1f} MiB of {side.engine.memory.kv_format}, {info.num_blocks:,} blocks of "
+            f"{info.block_size} tokens, max_model_len {info.max_model_len}."
         )
     yield from _how_to_read(len(comparison.rounds), comparison.sides)
+    if (quality := comparison.quality) is not None:
+        yield (
+            f"Quality: {quality.scored_tokens:,} tokens of {quality.source} were scored, in "
+            f"windows of up to {quality.window} with nothing before them; less is better. This is "
+            "measured once, and nothing in it depends on time. In brackets: what more such text "
+            f"would give, {CONFIDENCE:.0%} intervals."
+        )
     yield f"Machine: {comparison.machine}."
 
 
@@ -160,15 +161,7 @@ def _how_to_read(rounds: int, sides: Sequence[Side]) -> Iterator[str]:
         f"{values}; behind each config, {ratios} {sides[0].name}: above 1 it has more of it, which "
         "is worse for TTFT and TPOT."
     )
-    if rounds >= MIN_ROUNDS:
-        yield f"In brackets: {CONFIDENCE:.0%} bootstrap intervals, over rounds and requests."
-    elif several:
-        yield (
-            f"In parentheses: the least and the greatest ratio of a round. {rounds} rounds are too "
-            f"few for a {CONFIDENCE:.0%} interval; --rounds {MIN_ROUNDS} or more gives one."
-        )
-    else:
-        yield f"One round shows no spread; --rounds {MIN_ROUNDS} or more gives intervals."
+    yield spread_note(rounds)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -180,6 +173,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "path": side.path,
                 "config": asdict(side.config),
                 "engine": asdict(side.engine.info),
+                "memory": asdict(side.engine.memory),
             }
             for side in comparison.sides
         },
@@ -188,7 +182,10 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             {name: _replay_as_json(replay) for name, replay in done.items()}
             for done in comparison.rounds
         ],
-        "summary": [_row_as_json(row, comparison.sides) for row in comparison.rows],
+        "quality": None if comparison.quality is None else asdict(comparison.quality),
+        "summary": [
+            row.as_json([side.name for side in comparison.sides]) for row in comparison.rows
+        ],
     }
 
 
@@ -219,21 +216,8 @@ def _replay_as_json(replay: Replay) -> dict[str, Any]:
     }
 
 
-def _row_as_json(row: Row, sides: Sequence[Side]) -> dict[str, Any]:
-    names = [side.name for side in sides]
-    return {
-        "metric": row.metric.key,
-        "values": dict(zip(names, row.values, strict=True)),
-        "ratios": {
-            name: asdict(ratio)
-            for name, ratio in zip(names[1:], row.ratios, strict=True)
-            if ratio is not None
-        },
-    }
-
-
 def as_markdown(comparison: Comparison) -> str:
-    header, *rows = table(comparison)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    names, *rows = table(comparison)
+    lines = [names, ["---", *["---:"] * (len(names) - 1)], *rows]
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return body + "\n\n" + "".join(f"- {note}\n" for note in notes(comparison))

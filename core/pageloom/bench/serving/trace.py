@@ -82,7 +82,7 @@ def with_poisson_arrivals(trace: Trace, rate: float, seed: int = 0) -> Trace:
     return arriving
 
 
-def draw_token_ids(trace: Trace, vocab_size: int, seed: int = 0) -> Trace:
+def draw_token_ids(trace: Trace, vocab_size: int, seed: int | str = 0) -> Trace:
     """The trace with every `RandomPrompt` drawn: random token ids below ``vocab_size``."""
 
     def ids(purpose: str, count: int) -> list[int]:
