@@ -5,11 +5,12 @@
 Four parts, each in processes of its own, so that one that crashes leaves the others their GPU:
 
 - ``rates``: read and copy bandwidth, and matrix rates;
-- ``suite``: the conformance suite, on the device, for every backend that accepts it;
+- ``suite``: the conformance suite, on the device, for every backend that accepts it, and the core's
+  own tests of fused operations and CUDA graphs;
 - ``table``: those backends beside PyTorch's `scaled_dot_product_attention` and FlexAttention on
   contiguous keys and values, by ``pageloom bench attention``;
 - ``engine``: tokens per second of a whole engine with random weights of Llama 3 8B's shape, by
-  ``pageloom bench engine``.
+  ``pageloom bench engine``; on a GPU with CUDA graphs and without, in turn.
 
 Without a GPU, only the parts that say something about a CPU run (``--parts`` asks for others, which
 takes a smaller ``--model``), and the output says so. The results go to ``--json``, or to
@@ -27,9 +28,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import TextIO
 
 import torch
 
@@ -40,7 +43,9 @@ from pageloom.plugins import PluginError, Plugins
 
 PARTS = ("rates", "suite", "table", "engine")
 CPU_PARTS = ("rates", "table")
-CONFIGS = Path(__file__).parents[1] / "configs" / "bench"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs" / "bench"
+CORE_TESTS = ("tests/ops", "tests/runner")
 OUTCOMES = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 LLAMA_3_8B = {
@@ -86,8 +91,9 @@ def measure_rates(options: argparse.Namespace, folder: Path) -> dict:
 
 
 def run_suite(options: argparse.Namespace, folder: Path) -> dict:
-    """Counts of tests by outcome, by backend. All backends at once: nothing is timed."""
+    """Counts of tests by outcome, by backend and of the core. All at once: nothing is timed."""
     plugins, running, found = Plugins.load(), {}, {}
+    running["core"] = start_tests(folder / "core.log", ROOT, ["-m", "gpu", *CORE_TESTS])
     layer = LayerSpec(32, 8, 128, scale=128**-0.5)
     for name in plugins.names("attention_backend"):
         try:
@@ -102,10 +108,8 @@ def run_suite(options: argparse.Namespace, folder: Path) -> dict:
             continue
         file = folder / f"test_{name.replace('.', '_').replace('-', '_')}.py"
         file.write_text(SUITE.format(backend=name, device=options.device, scale=options.scale))
-        command = [sys.executable, "-m", "pytest", file.name, "-v", "--color=no", "-rf"]
-        command += ["-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider"]
-        log = file.with_suffix(".log").open("w+")
-        running[name] = log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        alone = [file.name, "-c", os.devnull, "--rootdir", str(folder)]
+        running[name] = start_tests(file.with_suffix(".log"), folder, alone)
     end = time.monotonic() + options.suite_seconds
     for name, (log, process) in running.items():
         late = False
@@ -118,18 +122,29 @@ def run_suite(options: argparse.Namespace, folder: Path) -> dict:
         log.seek(0)
         text = log.read()
         log.close()
-        counts = Counter(OUTCOMES.findall(text.split("short test summary")[0]))
-        found[name] = {key.lower(): counts[key] for key in ("PASSED", "SKIPPED", "FAILED", "ERROR")}
-        found[name]["out_of_time"] = late
-        found[name]["crashed"] = not late and process.returncode not in (0, 1)
+        crashed = not late and process.returncode not in (0, 1)
+        found[name] = {**count_outcomes(text), "out_of_time": late, "crashed": crashed}
         if process.returncode:
             found[name]["output"] = text[-4000:]
     for name, result in found.items():
         print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in result.items() if k != "output"))
-    tested = [result for result in found.values() if "refused" not in result]
-    if not tested:
+    if all("refused" in result for name, result in found.items() if name != "core"):
         raise PartError(f"no attention backend accepts {options.device}: {found}")
     return found
+
+
+def start_tests(
+    log: Path, folder: Path, arguments: Sequence[str]
+) -> tuple[TextIO, subprocess.Popen]:
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-rf", "-p", "no:cacheprovider"]
+    file = log.open("w+")
+    return file, subprocess.Popen([*command, *arguments], cwd=folder, stdout=file, stderr=file)
+
+
+def count_outcomes(told: str) -> dict[str, int]:
+    """Of what ``pytest -v -rf`` printed."""
+    counts = Counter(OUTCOMES.findall(told.split("short test summary")[0]))
+    return {name.lower(): counts[name] for name in ("PASSED", "SKIPPED", "FAILED", "ERROR")}
 
 
 def make_table(options: argparse.Namespace, folder: Path) -> dict:
@@ -162,17 +177,19 @@ def run_engine(options: argparse.Namespace, folder: Path) -> dict:
     if model is None:
         model = folder
         (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    config = folder / "engine.yaml"
-    settings = {
-        "model": {"path": str(model), "loader": "dummy"},
-        "runtime": {"device": options.device},
-    }
-    config.write_text(json.dumps(settings))  # JSON is YAML
+    shared: dict = {"model": {"path": str(model), "loader": "dummy"}}
+    runtimes = {"engine": {"device": options.device}}
+    if options.device != "cpu":
+        runtimes["eager"] = {"device": options.device, "enforce_eager": True}
+        shared["kv_cache"] = {"memory": options.kv_memory}  # both are in memory at the same time
+    for name, runtime in runtimes.items():
+        config = shared | {"runtime": runtime}
+        (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    configs = [folder / f"{name}.yaml" for name in runtimes]
     file = folder / "engine.json"
+    amount = ["--rounds", options.rounds, "--requests", options.requests, "--json", file]
     lengths = ["--prompt-tokens", options.prompt_tokens, "--output-tokens", options.output_tokens]
-    pageloom(
-        "engine", config, "--rounds", "1", "--requests", options.requests, *lengths, "--json", file
-    )
+    pageloom("engine", *configs, *amount, *lengths)
     found = json.loads(file.read_text())
     return {key: found[key] for key in ("machine", "configs", "summary")}
 
@@ -196,6 +213,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite-seconds", type=float, default=60, help="then it is stopped")
     parser.add_argument("--matrix", type=Path, help="of the table, instead of one in configs/bench")
     parser.add_argument("--model", type=Path, help="folder with a config.json, for the engine")
+    parser.add_argument("--kv-memory", default="8GiB", help="of each engine on a GPU")
+    parser.add_argument("--rounds", type=int, default=2, help="to the engine")
     parser.add_argument("--requests", type=int, default=128, help="to the engine")
     parser.add_argument("--prompt-tokens", default="50:500", metavar="LEAST:MOST")
     parser.add_argument("--output-tokens", default="64:128", metavar="LEAST:MOST")

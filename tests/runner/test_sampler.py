@@ -31,7 +31,7 @@ def adjusted(logits, row):
     params, out = row.params, [float(x) for x in logits]
     for token, bias in (params.logit_bias or {}).items():
         out[token] += bias
-    if len(row.output_token_ids) < params.min_tokens:
+    if len(row.output_token_ids) < params.min_tokens and row.mask is None:
         for token in {*row.eos_token_ids, *params.stop_token_ids}:
             out[token] = -math.inf
     for token in range(len(out)):
@@ -42,7 +42,24 @@ def adjusted(logits, row):
         out[token] -= params.frequency_penalty * count
         if count:
             out[token] -= params.presence_penalty
-    return out
+    return out if row.mask is None else guided(out, row)
+
+
+def guided(logits, row):
+    """Only what the mask allows, of which nothing ends the output before ``min_tokens`` if there is
+    a choice."""
+    bits = np.unpackbits(np.frombuffer(row.mask, np.uint8), bitorder="little")
+    allowed = set(np.flatnonzero(bits))
+    ends = {*row.eos_token_ids, *row.params.stop_token_ids}
+    if len(row.output_token_ids) < row.params.min_tokens and allowed - ends:
+        allowed -= ends
+    return [x if token in allowed else -math.inf for token, x in enumerate(logits)]
+
+
+def pack_mask(tokens):
+    bits = np.zeros(VOCAB, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def softmax(logits):
@@ -122,7 +139,9 @@ def sample_rows(draw):
         params["logprobs"] = draw(st.integers(0, 6))
     prompt, output = draw(st.lists(token_ids, max_size=9)), draw(st.lists(token_ids, max_size=9))
     eos = draw(st.frozensets(token_ids, max_size=2))
-    return SampleRow(SamplingParams(**params), prompt, output, eos)
+    masks = st.sets(token_ids, min_size=1).map(pack_mask)
+    mask = draw(st.none() | masks)
+    return SampleRow(SamplingParams(**params), prompt, output, eos, mask=mask)
 
 
 @st.composite

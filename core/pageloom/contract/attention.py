@@ -172,6 +172,23 @@ class AttentionBackend(Component, ABC):
     """``backend: auto`` takes the highest rank among the backends whose `check` accepts. 0 means
     that the backend runs only when it is named."""
 
+    supports_cuda_graphs: ClassVar[bool] = False
+    """Whether the calls of `forward` in a step of nothing but decodes can be captured in a CUDA
+    graph that serves every later step of as many sequences: the engine then calls `plan`, and
+    replays the graph instead of calling `forward`. Steps of other sizes, and steps with prefills,
+    may come in between.
+
+    The engine keeps the batch's tensors, q, k, v and out at the same addresses, in the same shapes
+    and strides; block tables are as wide as ``max_model_len`` needs. Content, the ``_host``
+    tensors and ``max_seq_len`` differ from step to step. A sequence may occur several times to fill
+    the batch up, with the same token, slot and blocks; each time the same K and V are stored.
+
+    The backend sees to it that `forward` neither synchronises nor reads host memory, and that what
+    it launches (kernels, grids, arguments) follows from the number of sequences alone. What `plan`
+    derives from lengths, slots or blocks, it puts where the captured kernels find it: always at the
+    same address for a number of sequences. `plan` itself is not captured and works, as ever, in
+    order with the current stream."""
+
     def __init__(self, config: Any, spec: AttentionSpec, quantizer: KVQuantizer | None) -> None:
         """``quantizer`` is the instance behind ``spec.quantizer``, None if that is None."""
         super().__init__(config)

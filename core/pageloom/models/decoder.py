@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pageloom.models.architecture import DecoderArchitecture
 from pageloom.models.decoder_weights import DecoderWeights
 from pageloom.models.model import Attend, Model
 from pageloom.ops.activation import silu_and_mul
 from pageloom.ops.norm import add_rms_norm, rms_norm
-from pageloom.ops.rope import RotaryTable, rotate_
+from pageloom.ops.rope import RotaryTable, norm_rotate_, rotate_
 
 
 class Decoder(Model):
     """Pre-norm blocks of attention and a gated MLP (Touvron et al. 2023, arXiv:2302.13971).
 
     A step is a few large multiplications per layer with as few small kernels between them as
-    torch allows: on a CPU the time of a decode step would otherwise go into launching those.
+    torch and Triton allow: the time of a decode step would otherwise go into launching those.
     """
+
+    supports_cuda_graphs = True
 
     def __init__(
         self, arch: DecoderArchitecture, rotary: RotaryTable, weights: DecoderWeights
@@ -44,9 +49,10 @@ class Decoder(Model):
         for layer, (block, next_norm) in enumerate(zip(weights.blocks, following, strict=True)):
             qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, arch.head_size)
             qk, v = qkv.narrow(1, 0, heads + kv_heads), qkv.narrow(1, heads + kv_heads, kv_heads)
-            if block.qk_norm is not None:
-                qk = rms_norm(qk, block.qk_norm, eps)
-            rotate_(qk, cos, sin)
+            if block.qk_norm is None:
+                rotate_(qk, cos, sin)
+            else:
+                qk = norm_rotate_(qk, block.qk_norm, eps, cos, sin)
             q, k = qk.narrow(1, 0, heads), qk.narrow(1, heads, kv_heads)
             attend(layer, q, k, v, attended)
             mixed = block.output(attended.flatten(1))
@@ -59,3 +65,6 @@ class Decoder(Model):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._weights.head(hidden)
         return logits.float()
+
+    def weights(self) -> Sequence[nn.Module | torch.Tensor]:
+        return self._weights.parts()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pageloom.contract import WeightLoader
-from pageloom.models.pretrained import (
+from pageloom.contract.pretrained import (
     CONFIG_FILE,
     HUB_PATTERNS,
     find_folder,
@@ -32,7 +32,8 @@ class DummyLoader(WeightLoader):
     ``path`` is a folder with a ``config.json``, the file itself, or a hub id, of which only the
     configuration and the tokenizer are fetched. Every module is initialised as `transformers`
     would; vectors (norm weights, biases) get noise on top, so that none is all ones or zeros. The
-    tensors of a module depend on ``seed``, its name and their shapes, not on other modules.
+    tensors of a module depend on ``seed``, its name and their shapes, not on other modules. In
+    tensors of more than a million elements, the first million repeats: see `RepeatedRandom`.
     """
 
     @dataclass
@@ -87,6 +88,8 @@ class DummyLoader(WeightLoader):
     def _fill(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
+        from pageloom.models.repeated_random import RepeatedRandom
+
         spread = getattr(model.config, "initializer_range", DEFAULT_RANGE)
         saved = model.state_dict().keys()
         tied = model.all_tied_weights_keys
@@ -101,7 +104,8 @@ class DummyLoader(WeightLoader):
                 seed = zlib.crc32(f"{self.config.seed} {prefix}".encode())
                 torch.default_generator.manual_seed(seed)
                 module.to_empty(device="cpu", recurse=False)
-                model._init_weights(module)
+                with RepeatedRandom():
+                    model._init_weights(module)
                 for part, name in names.items():
                     tensor = getattr(module, part).detach()
                     if tensor.ndim == 1 and tensor.is_floating_point():

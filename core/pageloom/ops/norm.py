@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pageloom.ops.choice import runs_fused
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / rms(x) * weight`` over the last dimension, as a new tensor.
@@ -25,5 +27,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add ``x`` to ``residual`` in place and return `rms_norm` of the sum. Shapes as there."""
+    """Add ``x`` to ``residual`` in place and return `rms_norm` of the sum.
+
+    Shapes as there, but ``weight`` is ``[D]`` and ``residual`` contiguous.
+    """
+    if runs_fused(x):
+        from pageloom.ops import fused
+
+        if x.shape[-1] <= fused.MAX_ROW:
+            return fused.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)

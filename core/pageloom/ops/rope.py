@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from pageloom.ops.choice import runs_fused
+from pageloom.ops.norm import rms_norm
+
 
 class RotaryTable:
     """The cosines and sines of every position, computed once in float32.
@@ -37,5 +40,23 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
     Rows may be strided, so q and k are rotated in one pass while they lie in the merged matrix.
     """
+    if runs_fused(x):
+        from pageloom.ops import fused
+
+        return fused.rotate_(x, cos, sin)
     swapped = x.roll(x.shape[-1] // 2, -1)
     return x.mul_(cos).addcmul_(swapped, sin)
+
+
+def norm_rotate_(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """`rms_norm` of each head of ``x [T, H, D]`` by its row of ``weight [H, D]``, then `rotate_`.
+
+    Returns the result; ``x`` may hold it or be unchanged.
+    """
+    if runs_fused(x):
+        from pageloom.ops import fused
+
+        return fused.rotate_(x, cos, sin, weight, eps)
+    return rotate_(rms_norm(x, weight, eps), cos, sin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,15 +19,31 @@ class StepBatch:
     chunks: Sequence[Chunk]
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    last_rows: torch.Tensor  # int64 [B], the row of each chunk's last token
     attention: AttentionBatch
 
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """The row of each chunk's last token, int64 ``[B]`` on the CPU."""
+        return self.attention.query_start_host[1:].long() - 1
 
-def assemble_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> StepBatch:
+    def to(self, device: torch.device) -> StepBatch:
+        """The same batch, what is not for the host on ``device``."""
+        if device.type == "cpu":
+            return self
+        tensors = ("query_start", "seq_lens", "block_tables", "slots")
+        moved = {name: getattr(self.attention, name).to(device) for name in tensors}
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            attention=replace(self.attention, **moved),
+        )
+
+
+def assemble_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     """Lay out ``chunks``, decodes first, with slots and block tables for the backend.
 
-    The arrays are built in numpy, since a step has many small ones, and each is moved to
-    ``device`` once.
+    All is on the CPU, built in numpy, since a step has many small arrays.
     """
     chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens != 1)
     counts = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
@@ -45,23 +61,22 @@ def assemble_batch(chunks: Sequence[Chunk], block_size: int, device: torch.devic
     for chunk, first in zip(chunks, query_start.tolist(), strict=False):
         token_ids[first : first + chunk.num_tokens] = chunk.branch.tokens(chunk.start, chunk.stop)
 
-    query_start_host = torch.from_numpy(query_start)
-    seq_lens_host = torch.from_numpy((starts + counts).astype(np.int32))
+    starts_of_rows = torch.from_numpy(query_start)
+    seq_lens = torch.from_numpy((starts + counts).astype(np.int32))
     return StepBatch(
         chunks=chunks,
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        last_rows=torch.from_numpy(query_start[1:].astype(np.int64) - 1).to(device),
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
         attention=AttentionBatch(
-            query_start=query_start_host.to(device),
-            seq_lens=seq_lens_host.to(device),
-            block_tables=torch.from_numpy(tables).to(device),
-            slots=torch.from_numpy(slots).to(device),
-            query_start_host=query_start_host,
-            seq_lens_host=seq_lens_host,
+            query_start=starts_of_rows,
+            seq_lens=seq_lens,
+            block_tables=torch.from_numpy(tables),
+            slots=torch.from_numpy(slots),
+            query_start_host=starts_of_rows,
+            seq_lens_host=seq_lens,
             num_decodes=int((counts == 1).sum()),
             max_query_len=int(counts.max()),
-            max_seq_len=int(seq_lens_host.max()),
+            max_seq_len=int(seq_lens.max()),
         ),
     )
 

@@ -52,6 +52,8 @@ def test_the_suite_part_runs_every_backend_that_accepts_the_device(tmp_path):
     assert "needs a GPU" in suite["triton_paged"]["refused"]
     assert suite["torch_paged"]["passed"] > 30
     assert suite["torch_paged"]["failed"] == 0
+    assert suite["core"]["skipped"] > 0  # needs a GPU
+    assert suite["core"]["passed"] == suite["core"]["failed"] == suite["core"]["error"] == 0
 
 
 def test_a_suite_that_does_not_finish_is_told(tmp_path):

@@ -23,6 +23,7 @@ from pageloom.bench.attention.workload import Step, Workload
 from pageloom.contract import KVQuantizer
 from pageloom.errors import one_line
 from pageloom.plugins import Plugins
+from pageloom.runner.graphs import CUDARecorder
 
 MOST_CALLS = 1000  # in one sample
 MOST_FLOP = {"cpu": 2e10, "cuda": 2e13}  # of a step, if more than one layer is measured
@@ -156,19 +157,11 @@ def _captured(step: Step) -> Callable[[], None] | None:
     none: on a CPU, in steps with prefills, or if the backend cannot be captured."""
     if step.workload.device.type != "cuda" or step.workload.case.phase != "decode":
         return None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step.forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            step.forward()
+        return CUDARecorder(step.workload.device)(step.forward)
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return graph.replay
 
 
 def _rotate(ready: list[tuple[Measured, Step]], number: int) -> Iterator[tuple[Measured, Step]]:
