@@ -45,11 +45,13 @@ class Item:
 
 
 class Chaos(Scheduler):
-    """Runs and preempts at random, in any order; the oldest request can always make room."""
+    """Runs and preempts at random, in any order; the oldest request can always make room. It does
+    so on a whim only a few times: with a small budget of tokens, more may come to a livelock."""
 
     def __init__(self, seed):
         super().__init__(self.Config())
         self.random = Random(seed)
+        self.whims = 15
 
     def schedule(self, view, plan):
         requests = [*view.running, *view.waiting]
@@ -59,7 +61,8 @@ class Chaos(Scheduler):
         requests.remove(oldest)
         self.random.shuffle(requests)
         for request in requests:
-            if plan.preemptible(request) and self.random.random() < 0.2:
+            if self.whims and plan.preemptible(request) and self.random.random() < 0.2:
+                self.whims -= 1
                 plan.preempt(request)
             else:
                 plan.run(request)

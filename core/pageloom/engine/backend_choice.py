@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from pageloom.config import Config
-from pageloom.contract import AttentionBackend, AttentionSpec
-from pageloom.errors import PageloomError, one_line
-from pageloom.plugins import PluginError, Plugins
+from pageloom.config import Config, build_options
+from pageloom.contract import AttentionBackend, AttentionSpec, KVQuantizer
+from pageloom.contract.native import NativeBuildError
+from pageloom.errors import PageloomError, one_line, shorten
+from pageloom.plugins import PluginError, Plugins, blame
 
 log = logging.getLogger(__name__)
 
 KIND = "attention_backend"
 
 
-def choose_backend(
-    config: Config, plugins: Plugins, spec: AttentionSpec
-) -> tuple[str, type[AttentionBackend], AttentionSpec]:
-    """The backend that ``attention.backend`` names, or for ``auto`` the highest rank that accepts.
+class NotBuiltError(PageloomError):
+    """A backend's own code cannot be compiled here."""
 
-    ``spec`` is what is asked for, with any block size. Returns the name, the class, and the spec
-    with the block size that the backend answered. Raises `PageloomError` with every reason if
-    none accepts; a refusal that makes ``auto`` take a lower rank is logged.
+
+def choose_backend(
+    config: Config, plugins: Plugins, spec: AttentionSpec, quantizer: KVQuantizer | None
+) -> tuple[str, AttentionBackend]:
+    """The backend that ``attention.backend`` names, or for ``auto`` the highest rank that accepts
+    and can be made; its name, and an instance.
+
+    ``spec`` is what is asked for, with any block size: the instance has the one that it answered.
+    Raises `PageloomError` with every reason if none will do; a refusal that makes ``auto`` take a
+    lower rank is logged.
     """
     if config.attention.backend != "auto":
         name = config.attention.backend
@@ -30,18 +36,45 @@ def choose_backend(
         answer = _ask(backend, config, spec)
         if isinstance(answer, str):
             raise PageloomError(f"attention.backend {name} {answer}")
-        return name, backend, answer
+        return name, _make(name, backend, config, answer, quantizer)
     refused: list[str] = []
     for name, backend in _ranked(plugins, refused):
         answer = _ask(backend, config, spec)
         if isinstance(answer, str):
             refused.append(f"{name} {answer}")
             continue
+        try:
+            made = _make(name, backend, config, answer, quantizer)
+        except NotBuiltError as error:
+            refused.append(str(error))
+            continue
         for reason in refused:
             log.warning("attention backend %s; %s takes over", reason, name)
-        return name, backend, answer
+        return name, made
     reasons = "; ".join(refused) or "none is registered"
     raise PageloomError(f"no attention backend can run this model here: {reasons}")
+
+
+def _make(
+    name: str,
+    backend: type[AttentionBackend],
+    config: Config,
+    spec: AttentionSpec,
+    quantizer: KVQuantizer | None,
+) -> AttentionBackend:
+    options = build_options(backend, config.attention.options)
+    with blame(KIND, name):
+        try:
+            return backend(options, spec, quantizer)
+        except NativeBuildError as error:
+            log.debug("%s", error)
+            raise NotBuiltError(f"{name} cannot be compiled: {_main_line(error)}") from error
+
+
+def _main_line(error: NativeBuildError) -> str:
+    """What a compiler complains of, without all that it says about it."""
+    lines = str(error).splitlines()
+    return shorten(next((line for line in lines if " error: " in line), lines[0]), 200)
 
 
 def _ranked(plugins: Plugins, failed: list[str]) -> list[tuple[str, type[AttentionBackend]]]:

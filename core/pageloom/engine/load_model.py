@@ -1,0 +1,108 @@
+"""The model that a configuration names, with what belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from pageloom.config import Config
+from pageloom.contract import WeightLoader
+from pageloom.errors import PageloomError
+from pageloom.models.build import build_model
+from pageloom.models.loading import open_loader
+from pageloom.models.model import Model
+from pageloom.plugins import Plugins
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run, and how it was loaded."""
+
+    model: Model
+    loader: WeightLoader
+    tokenizer: PreTrainedTokenizerBase | None
+    architecture: str
+    dtype: torch.dtype
+    max_model_len: int  # tokens
+    eos_token_ids: frozenset[int]
+
+
+def load_model(config: Config, plugins: Plugins, device: torch.device) -> LoadedModel:
+    """Raises `PageloomError` for what cannot be loaded."""
+    try:
+        loader = _open(config, plugins)
+        model_config = loader.model_config()
+        tokenizer = _tokenizer(config.model.tokenizer, loader)
+        dtype = _dtype(config.model.dtype, model_config)
+        max_model_len = _max_model_len(config.model.max_model_len, model_config)
+        model = build_model(
+            loader,
+            model_config,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except (ValueError, OSError) as error:
+        raise PageloomError(f"model {config.model.path}: {error}") from error
+    return LoadedModel(
+        model,
+        loader,
+        tokenizer,
+        model_config.model_type,
+        dtype,
+        max_model_len,
+        _eos_token_ids(model_config, model.vocab_size),
+    )
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    """The tokenizer alone, for those who talk to an engine elsewhere. Raises `PageloomError`."""
+    try:
+        return _tokenizer(config.model.tokenizer, _open(config, config.loaded_plugins))
+    except (ValueError, OSError) as error:
+        raise PageloomError(f"model {config.model.path}: {error}") from error
+
+
+def _open(config: Config, plugins: Plugins) -> WeightLoader:
+    model = config.model
+    return open_loader(plugins, model.path, model.loader, model.options, model.trust_remote_code)
+
+
+def _tokenizer(path: str | None, loader: WeightLoader) -> PreTrainedTokenizerBase | None:
+    if path is None:
+        return loader.tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(path)  # its code, if any, is never run
+    except (OSError, ValueError) as error:
+        raise PageloomError(f"model.tokenizer {path} cannot be loaded: {error}") from error
+
+
+def _dtype(wanted: str, model_config: PretrainedConfig) -> torch.dtype:
+    """``auto`` is the dtype that the checkpoint names, or bfloat16."""
+    if wanted == "auto":
+        return getattr(model_config, "dtype", None) or torch.bfloat16
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def _max_model_len(wanted: int | None, model_config: PretrainedConfig) -> int:
+    trained: int | None = getattr(model_config, "max_position_embeddings", None)
+    longest = wanted or trained
+    if longest is None:
+        raise PageloomError("the model does not say how long it can be; set model.max_model_len")
+    if trained is not None and longest > trained:
+        raise PageloomError(
+            f"model.max_model_len is {longest}, but the model was made for {trained} tokens at most"
+        )
+    return longest
+
+
+def _eos_token_ids(model_config: PretrainedConfig, vocab_size: int) -> frozenset[int]:
+    """The ids that end a generation; those that the model can never produce are left out."""
+    ids = model_config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(i for i in ([ids] if isinstance(ids, int) else ids) if 0 <= i < vocab_size)
