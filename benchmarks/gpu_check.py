@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_check.py [--json FILE]
 
-Four parts, each in processes of its own, so that one that crashes leaves the others their GPU:
+Five parts, each in processes of its own, so that one that crashes leaves the others their GPU:
 
 - ``rates``: read and copy bandwidth, and matrix rates;
-- ``suite``: the conformance suite, on the device, for every backend that accepts it, and the core's
-  own tests of fused operations and CUDA graphs;
+- ``suite``: the conformance suite, on the device, for every backend that accepts it, and the other
+  tests that need a GPU: of fused operations, CUDA graphs and packed linear layers;
 - ``table``: those backends beside PyTorch's `scaled_dot_product_attention` and FlexAttention on
   contiguous keys and values, by ``pageloom bench attention``;
 - ``engine``: tokens per second of a whole engine with random weights of Llama 3 8B's shape, by
@@ -41,11 +41,11 @@ from pageloom.bench.machine import Machine, load_average
 from pageloom.contract import AttentionSpec, LayerSpec
 from pageloom.plugins import PluginError, Plugins
 
-PARTS = ("rates", "suite", "table", "engine")
+PARTS = ("rates", "suite", "table", "engine", "packed")
 CPU_PARTS = ("rates", "table")
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "bench"
-CORE_TESTS = ("tests/ops", "tests/runner")
+CORE_TESTS = ("tests/ops", "tests/runner", "tests/plugins/quant/test_packed_triton.py")
 OUTCOMES = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 LLAMA_3_8B = {
@@ -194,6 +194,15 @@ def run_engine(options: argparse.Namespace, folder: Path) -> dict:
     return {key: found[key] for key in ("machine", "configs", "summary")}
 
 
+def compare_packed(options: argparse.Namespace, folder: Path) -> dict:
+    """What ``packed_linear.py --json`` writes."""
+    file, script = folder / "packed.json", Path(__file__).with_name("packed_linear.py")
+    command = [sys.executable, str(script), "--device", options.device, "--json", str(file)]
+    if code := subprocess.run(command).returncode:
+        raise PartError(f"{script.name} ended with exit code {code}")
+    return json.loads(file.read_text())
+
+
 def pageloom(*arguments: object) -> None:
     command = [sys.executable, "-m", "pageloom", "bench", *map(str, arguments)]
     code = subprocess.run(command).returncode
@@ -201,7 +210,8 @@ def pageloom(*arguments: object) -> None:
         raise PartError(f"{' '.join(command[2:])} ended with exit code {code}")
 
 
-RUN = dict(zip(PARTS, (measure_rates, run_suite, make_table, run_engine), strict=True))
+PART_FUNCTIONS = (measure_rates, run_suite, make_table, run_engine, compare_packed)
+RUN = dict(zip(PARTS, PART_FUNCTIONS, strict=True))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

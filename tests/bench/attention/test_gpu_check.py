@@ -21,7 +21,7 @@ def test_without_a_gpu_it_does_what_it_can_and_says_so(tiny, tmp_path):
     assert "== suite: skipped, there is no GPU" in result.stdout
     assert "== engine: skipped, there is no GPU" in result.stdout
     report = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert report["skipped"].keys() == {"suite", "engine"}
+    assert report["skipped"].keys() == {"suite", "engine", "packed"}
     assert report["seconds"].keys() == {"rates", "table"}
     assert report["rates"].keys() == {"read_bytes", "copy_bytes", "flop_float32", "flop_bfloat16"}
     assert min(report["rates"].values()) > 1e6
@@ -67,7 +67,7 @@ def test_a_suite_that_does_not_finish_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "rates,tables"], "tables: there are rates, suite, table, engine"),
+        (["--parts", "rates,tables"], "tables: there are rates, suite, table, engine, packed"),
         (["--parts", "engine"], "name a smaller --model"),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from pageloom.models.build import build_model
+from pageloom.models.model import Attend
 from reference import DenseAttention, InMemoryLoader, random_model
 
 HIDDEN, FEED = 128, 256
@@ -104,7 +105,7 @@ def logits_of(loader: Any) -> torch.Tensor:
     ids = torch.arange(3, 20)
     attend = DenseAttention(model.layers).step([(0, len(ids))])
     with torch.inference_mode():
-        return model.logits(model.forward(ids, torch.arange(len(ids)), attend))
+        return model.logits(model.forward(ids, torch.arange(len(ids)), Attend(attend)))
 
 
 def expected_logits(config: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:

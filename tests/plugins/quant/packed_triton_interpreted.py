@@ -72,7 +72,7 @@ def test_many_rows_are_multiplied_by_weights_that_are_rounded(bits, dtype):
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_inputs_are_split_where_programs_are_few(monkeypatch, rows):
-    weight, bias = random_weight(70, 1664, group=128), torch.linspace(-1, 1, 70)
+    weight, bias = random_weight(10, 1664, group=128), torch.linspace(-1, 1, 10)
     x = random_rows(rows, 1664)
     whole = make(weight, bias)(x)
     monkeypatch.setattr(triton, "INTERPRETER", Chip("interpreter", processors=24))
@@ -85,7 +85,7 @@ def test_inputs_are_split_where_programs_are_few(monkeypatch, rows):
 
     monkeypatch.setattr(layer._kernels, "add_kernel", Watched())
     found = layer(x)
-    assert splits == [3]  # of 13 steps of 128 inputs, none of less than 512
+    assert splits == [3]  # of 26 steps of 64 inputs, none of less than 512
     torch.testing.assert_close(found, whole)
     assert torch.equal(layer(x), found)
     if rows <= triton.FEW_ROWS:
@@ -94,7 +94,7 @@ def test_inputs_are_split_where_programs_are_few(monkeypatch, rows):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_depend_on_its_neighbours(bits):
-    weight, x = random_weight(70, 256, bits=bits, group=64), random_rows(16, 256)
+    weight, x = random_weight(10, 128, bits=bits, group=64), random_rows(16, 128)
     layer = make(weight)
     expected = layer(x)
     for rows in (1, 3, 8, 13):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from transformers import LlamaConfig, Qwen2Config
 
 from pageloom.contract import native
 from pageloom.models.build import build_model
-from pageloom.models.model import Model
+from pageloom.models.model import Attend, Model
 from pageloom_quant.gguf import GGUFLoader
 from pageloom_quant.gguf.blocks import BITS, packed_weight
 from pageloom_quant.gguf.dequantize import dequantize
+from pageloom_quant.gguf.reader import GGUFFile
 from pageloom_quant.packed import cpu
 from reference import DenseAttention
 
@@ -63,7 +65,7 @@ def build(
 def logits(model: Model, tokens: int = 40) -> torch.Tensor:
     ids = torch.randint(model.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     attend = DenseAttention(model.layers).step([(0, tokens)])
-    return model.logits(model.forward(ids, torch.arange(tokens), attend))
+    return model.logits(model.forward(ids, torch.arange(tokens), Attend(attend)))
 
 
 def formats(model: Model) -> list[str]:
@@ -152,6 +154,21 @@ def test_without_a_compiler_everything_expands_and_one_line_says_so(tmp_path, mo
     )
     assert set(formats(kept)) == {"int4"}  # as was asked for
     torch.testing.assert_close(logits(kept), logits(expanded), atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")], ids=str)
+@pytest.mark.parametrize("expand", [False, True], ids=["packed", "expanded"])
+@pytest.mark.parametrize("kind", [*BITS, Q5_0])
+def test_scales_that_are_not_finite_are_named(tmp_path, kind, expand, number):
+    path = write(tmp_path, LLAMA, lambda name: kind)
+    name = "blk.1.ffn_down.weight"
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<e", content, GGUFFile(path).tensors[name].offset, number)
+    path.write_bytes(content)
+    message = rf"{path} has scales in the {kind.name} blocks of tensor '{name}' that are not finite"
+    with pytest.raises(ValueError, match=message):
+        build(path, dequantize=expand)
 
 
 @needs_compiler

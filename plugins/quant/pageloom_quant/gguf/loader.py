@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pageloom_quant.gguf.architectures import Slot
     from pageloom_quant.gguf.reader import GGUFFile
+    from pageloom_quant.packed import PackedWeight
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class GGUFLoader(WeightLoader):
     ) -> torch.nn.Module | None:
         import torch
 
-        from pageloom_quant.gguf.blocks import BITS, packed_weight
+        from pageloom_quant.gguf.blocks import BITS
         from pageloom_quant.gguf.dequantize import PLAIN
         from pageloom_quant.packed import PackedWeight, packed_linear
 
@@ -87,9 +88,7 @@ class GGUFLoader(WeightLoader):
         if len({BITS.get(kind) for kind in kinds}) > 1 or kinds[0] not in BITS:
             self._expanded.update(kind.name for kind in kinds if kind not in PLAIN)
             return None
-        parts = [
-            packed_weight(self._rows(slot), kind) for slot, kind in zip(slots, kinds, strict=True)
-        ]
+        parts = [self._packed(slot) for slot in slots]
         biases = [self._read(self._slots[f"{name}.bias"]) for name in names] if bias else []
         for name in names:
             self._supplied |= {f"{name}.weight", f"{name}.bias"}
@@ -157,9 +156,17 @@ class GGUFLoader(WeightLoader):
         pairs = rows.view(slot.heads, -1, 2, rows.shape[1])
         return pairs.transpose(1, 2).reshape(rows.shape)
 
+    def _packed(self, slot: Slot) -> PackedWeight:
+        """One matrix of a type in `BITS`, as it is."""
+        from pageloom_quant.gguf.blocks import packed_weight
+
+        weight = packed_weight(self._rows(slot), self._file.tensors[slot.source].type)
+        self._require_finite(slot, weight.scales, weight.minimums)
+        return weight
+
     def _read(self, slot: Slot) -> torch.Tensor:
         """One tensor as Hugging Face has it."""
-        from pageloom_quant.gguf.dequantize import dequantize
+        from pageloom_quant.gguf.dequantize import PLAIN, dequantize
 
         kind = self._file.tensors[slot.source].type
         try:
@@ -168,4 +175,15 @@ class GGUFLoader(WeightLoader):
             raise self._file.error(
                 f"has type {kind.name} in tensor {slot.source!r}, which cannot be unpacked"
             ) from None
+        if kind not in PLAIN:
+            self._require_finite(slot, tensor)
         return tensor - 1 if slot.norm_offset else tensor
+
+    def _require_finite(self, slot: Slot, *numbers: torch.Tensor) -> None:
+        """Raise `ValueError` if the scales of ``slot``, or what they made, are not finite."""
+        if not all(bool(bound.isfinite()) for n in numbers for bound in n.aminmax()):
+            kind = self._file.tensors[slot.source].type
+            raise self._file.error(
+                f"has scales in the {kind.name} blocks of tensor {slot.source!r} that are not "
+                "finite: it is damaged"
+            )

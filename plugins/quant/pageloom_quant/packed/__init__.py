@@ -38,8 +38,7 @@ def packed_linear(
         return cpu.CPULinear(weight, bias, dtype)
     if reason is None and device.type == "cuda" and triton.fits(weight):
         return triton.TritonLinear(weight, bias, dtype, device)
-    if reason is not None:
-        _warn(reason)
+    _warn(reason or f"the native code cannot read groups of {weight.group_size}")
     return ReferenceLinear(weight, bias, dtype, device)
 
 

@@ -19,9 +19,9 @@ PANEL = 64  # outputs
 LEAST_STEP = 32  # inputs
 FEW_ROWS = 16
 """Up to so many rows, which one tile holds, codes are multiplied before they are scaled."""
-LEAST_INPUTS = 512  # of a split, else partial sums would be as much memory as weights
-ADD_TILE = 1024  # of results
+LEAST_INPUTS = 512  # of a split; with fewer, partial sums are about as many bytes as weights
 FUSION = {"enable_fp_fusion": True}  # Triton warns that its default will change
+ADDING: dict[str, Any] = {"TILE": 1024, "num_warps": 4, **FUSION}  # of `add_kernel`
 
 Family = Literal["ampere", "hopper", "amd", "interpreter"]
 
@@ -79,13 +79,7 @@ class TritonLinear(nn.Module):
         self._offsets = None if offsets is None else _columns(offsets).to(device)
         self._bias = None if bias is None else bias.to(device, dtype).contiguous()
         self._chip = find_chip(device)
-        self._constants = {
-            "BITS": weight.bits,
-            "STEP": self._step,
-            "GROUP_STEPS": weight.group_size // self._step,
-            "PANEL": PANEL,
-            **numbers(self._chip.family, dtype),
-        }
+        self._constants = constants(weight.bits, weight.group_size, self._chip.family, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._dtype or x.shape[-1] != self._inputs:
@@ -125,16 +119,8 @@ class TritonLinear(nn.Module):
             **launched(tiles, rows),
         )
         if not whole:
-            self._kernels.add_kernel[-(-out.numel() // ADD_TILE),](
-                out,
-                sums,
-                self._bias,
-                out.numel(),
-                self._outputs,
-                splits,
-                TILE=ADD_TILE,
-                num_warps=4,
-                **FUSION,
+            self._kernels.add_kernel[-(-out.numel() // ADDING["TILE"]),](
+                out, sums, self._bias, out.numel(), self._outputs, splits, **ADDING
             )
 
 
@@ -193,21 +179,29 @@ def step_of(group_size: int, dtype: torch.dtype) -> int:
     return next(step for step in (128, 64, LEAST_STEP) if step <= most and group_size % step == 0)
 
 
-def numbers(family: Family, dtype: torch.dtype) -> dict[str, Any]:
-    """The constants of `multiply_kernel` that say what is multiplied, and how."""
+def constants(bits: int, group_size: int, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    """Those of `multiply_kernel` that are the layer's."""
     import triton.language as tl
 
+    step = step_of(group_size, dtype)
     names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     if family == "interpreter" and dtype == torch.bfloat16:
         dtype = torch.float32
     # NVIDIA's matrix units have no float32: it goes through them in three parts.
     in_parts = dtype == torch.float32 and family in ("ampere", "hopper")
-    return {"DTYPE": names[dtype], "PRECISION": "tf32x3" if in_parts else "ieee"}
+    return {
+        "BITS": bits,
+        "STEP": step,
+        "GROUP_STEPS": group_size // step,
+        "PANEL": PANEL,
+        "DTYPE": names[dtype],
+        "PRECISION": "tf32x3" if in_parts else "ieee",
+    }
 
 
 @cache
 def launched(tiles: Tiles, rows: int) -> dict[str, Any]:
-    """The constants and options of `multiply_kernel` that follow from the tiles."""
+    """The constants and options of `multiply_kernel` that are the tiles'."""
     return {
         "ROWS": tiles.rows,
         "TILE": tiles.outputs,

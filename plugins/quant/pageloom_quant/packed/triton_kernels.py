@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806  (constants are in capitals, as is usual in kernels)
+# ruff: noqa: N803, N806, SIM300  (constants are in capitals, as is usual in kernels)
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `TritonLinear`: multiply by packed codes, and add up what splits computed.
 
@@ -25,6 +25,9 @@ import triton.language as tl
 
 ROW_TILES = tl.constexpr(8)
 """So many tiles of rows go through the outputs together: caches hold what they share."""
+# Numbers whose last bit counts as 1, and their bits twice.
+BFLOAT16_BASE, BFLOAT16_BITS = tl.constexpr(128), tl.constexpr(0x43004300)
+FLOAT16_BASE, FLOAT16_BITS = tl.constexpr(1024), tl.constexpr(0x64006400)
 
 
 @triton.jit(do_not_specialize=["rows", "steps_per_split"])
@@ -52,18 +55,17 @@ def multiply_kernel(
 ):
     """Grid: tiles of rows times tiles of outputs, splits."""
     WORDS: tl.constexpr = STEP * BITS // 32
-    row_tiles = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
+    program, tiles = tl.program_id(0), tl.cdiv(outputs, TILE)
     row_tile, tile = tl.swizzle2d(
-        program % row_tiles, program // row_tiles, row_tiles, tl.cdiv(outputs, TILE), ROW_TILES
+        program // tiles, program % tiles, tl.cdiv(rows, ROWS), tiles, ROW_TILES
     )
     row, output = row_tile * ROWS + tl.arange(0, ROWS), tile * TILE + tl.arange(0, TILE)
-    # Tiles may reach beyond the last row and panel: there they read the last ones again.
+    row_held = (row < rows)[:, None]
+    # Tiles may reach beyond the last panel: there they read it again.
     panel, lane = tl.minimum(output // PANEL, panels - 1), output % PANEL
     lane_at = panel.to(tl.int64) * steps * (PANEL * WORDS) + lane * WORDS
     codes += lane_at[:, None] + tl.arange(0, WORDS)[None, :]
-    row_at = tl.minimum(row, rows - 1).to(tl.int64) * (steps * STEP)
-    x += row_at[:, None] + tl.arange(0, STEP)[None, :]
+    x += row.to(tl.int64)[:, None] * (steps * STEP) + tl.arange(0, STEP)[None, :]
     width, place = panels * PANEL, panel * PANEL + lane
 
     result = tl.zeros((ROWS, TILE), tl.float32)
@@ -75,10 +77,12 @@ def multiply_kernel(
     if offsets is not None:
         offset = tl.load(offsets + at)
     for step in tl.range(first, end):
-        inputs = tl.load(x + step * STEP).to(DTYPE)
+        inputs = tl.load(x + step * STEP, mask=row_held, other=0.0).to(DTYPE)
         word = tl.load(codes + step * (PANEL * WORDS))
         at = tl.minimum(step + 1, end - 1) // GROUP_STEPS * width + place
         next_scale = tl.load(scales + at)
+        if offsets is not None:
+            next_offset = tl.load(offsets + at)
         if BITS == 4:
             number = _nibbles(word, DTYPE)
         else:
@@ -97,14 +101,13 @@ def multiply_kernel(
             result = tl.dot(inputs, weight.to(DTYPE), result, input_precision=PRECISION)
         scale = next_scale
         if offsets is not None:
-            offset = tl.load(offsets + at)
+            offset = next_offset
 
     held = output < outputs
     if bias is not None:
         result += tl.load(bias + output, mask=held, other=0.0).to(tl.float32)[None, :]
     out += (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
-    mask = (row < rows)[:, None] & held[None, :]
-    tl.store(out, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out, result.to(out.dtype.element_ty), mask=row_held & held[None, :])
 
 
 @triton.jit(do_not_specialize=["size", "splits"])
@@ -155,8 +158,8 @@ def _pair(word, DTYPE: tl.constexpr):
     if DTYPE == tl.float32:
         low, high = _less(pair & 15, 8), _less(pair >> 16, 8)
     else:
-        BASE: tl.constexpr = 128 if DTYPE == tl.bfloat16 else 1024
-        pair |= 0x43004300 if DTYPE == tl.bfloat16 else 0x64006400
+        BASE: tl.constexpr = BFLOAT16_BASE if DTYPE == tl.bfloat16 else FLOAT16_BASE
+        pair |= BFLOAT16_BITS if DTYPE == tl.bfloat16 else FLOAT16_BITS
         low = pair.to(tl.int16).to(DTYPE, bitcast=True) - (BASE + 8)
         high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True) - (BASE + 8)
     return tl.join(low, high)
