@@ -48,6 +48,7 @@ class Variant:
     block_size: int = 16
     decode: bool = False
     layout: VectorLayout | None = None
+    rotary: bool = False  # whether storing rotates q and k
 
     def __str__(self) -> str:
         layer = self.layer
@@ -55,7 +56,7 @@ class Variant:
         parts = [self.kernel] + ["decode" if self.decode else "any step"] * (self.kernel != "store")
         parts += [str(self.dtype).removeprefix("torch."), f"head size {layer.head_size}"]
         parts += [f"{layer.num_heads} heads over {layer.num_kv_heads}"]
-        parts += [f"block size {self.block_size}", *features]
+        parts += [f"block size {self.block_size}", *features] + ["rotated"] * self.rotary
         return ", ".join(
             [*parts, f"{self.layout.element} {self.layout.scaling}"] if self.layout else parts
         )
@@ -97,6 +98,9 @@ VARIANTS = [
     Variant("attend", _FP32, _LLAMA, layout=_LAYOUTS[7]),
     *(Variant("store", _BF16, _LLAMA, layout=layout) for layout in _LAYOUTS),
     Variant("attend", _FP16, _SMALL, decode=True, layout=_LAYOUTS[3]),
+    Variant("store", _BF16, _LLAMA, rotary=True),
+    Variant("store", _FP32, _GEMMA, rotary=True),
+    Variant("store", _BF16, _LLAMA, layout=_LAYOUTS[7], rotary=True),
 ]
 
 
@@ -126,7 +130,7 @@ def _compile(variant: Variant, gpu: GPUTarget, family: Family) -> Any:
     group = layer.num_heads // layer.num_kv_heads
     coded, itemsize = variant.layout is not None, variant.dtype.itemsize
     tiles = choose(family, layer.head_size, itemsize, group, variant.decode, coded)
-    types = dict.fromkeys(("out", "q", "k", "v"), pointer)
+    types = dict.fromkeys(("out", "q", "k", "v", "cos", "sin"), pointer)
     types |= dict.fromkeys(("keys", "values"), "*u8" if variant.layout else pointer)
     types |= dict.fromkeys(("partials", "stats"), "*fp32")
     types |= dict.fromkeys(("items", "merges", "block_tables"), "*i32") | {"slots": "*i64"}
@@ -138,6 +142,7 @@ def _compile(variant: Variant, gpu: GPUTarget, family: Family) -> Any:
         kernel = kernels.store_kernel
         constants = launch.store(layer, size, variant.dtype, family, variant.layout)
         constants |= {} if static else {"k_inverse": None, "v_inverse": None}
+        constants |= {} if variant.rotary else dict.fromkeys(("q", "q_row", "cos", "sin"))
     elif variant.kernel == "merge":
         kernel, constants = kernels.merge_kernel, launch.merge(layer, tiles)
     else:

@@ -6,7 +6,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pageloom.models.build import build_model
 from pageloom.models.decoder import Decoder
-from pageloom.models.model import UnsupportedModelError
+from pageloom.models.model import Attend, UnsupportedModelError
+from pageloom.ops.rope import rotate_
 from reference import DenseAttention, InMemoryLoader, random_model
 
 MAX_LEN = 48
@@ -84,7 +85,7 @@ def run(model, attend, chunks):
     attend.step([(sequence, len(tokens)) for sequence, tokens, _ in chunks])
     tokens = torch.cat([tokens for _, tokens, _ in chunks])
     positions = torch.cat([torch.arange(at, at + len(tokens)) for _, tokens, at in chunks])
-    logits = model.logits(model.forward(tokens, positions, attend))
+    logits = model.logits(model.forward(tokens, positions, Attend(attend)))
     return logits.split([len(tokens) for _, tokens, _ in chunks])
 
 
@@ -108,6 +109,29 @@ def test_logits_equal_those_of_transformers_at_every_position(name):
         assert expected.std() > 0.5
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama head_dim", "llama yarn", "qwen3"])
+def test_attention_may_rotate_q_and_k_itself(name):
+    reference = random_model(CONFIGS[name])
+    model = pageloom_model(reference)
+    attention = DenseAttention(model.layers).step([(0, 30)])
+    given = []
+
+    def attend(layer, q, k, v, out, sinks=None, rotary=None):
+        given.append(rotary)
+        cos, sin = rotary
+        assert cos.shape == sin.shape == (30, q.shape[-1])
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        q, k = (rotate_(x.clone(), cos[:, None], sin[:, None]) for x in (q, k))
+        attention(layer, q, k, v, out)
+
+    (tokens,) = prompts((30,))
+    hidden = model.forward(tokens, torch.arange(30), Attend(attend, fuses_rotary=True))
+    assert len(given) == len(model.layers)
+    expected = expected_logits(reference, tokens)
+    torch.testing.assert_close(model.logits(hidden), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral window", "qwen3"])
@@ -285,6 +309,7 @@ def test_weights_are_cast_to_the_dtype_that_is_run(dtype):
         ({"num_key_value_heads": 3}, "4 attention heads, which cannot share 3 key-value heads"),
         ({"head_dim": -8}, "head_dim -8, but"),
         ({"intermediate_size": 0}, "intermediate_size 0, but"),
+        ({"vocab_size": 2**70}, "vocab_size 1180591620717411303424, but it must be at most 21474"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(sizes, message):

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from pageloom.models.build import build_model
 from pageloom.models.fallback import TransformersModel
-from pageloom.models.model import UnsupportedModelError
+from pageloom.models.model import Attend, UnsupportedModelError
 from reference import DenseAttention, InMemoryLoader, random_model
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -140,7 +140,7 @@ def test_q_k_and_v_reach_the_backend_as_whole_rows():
         assert q.shape == out.shape == (5, 4, 16)
         out.zero_()
 
-    model.forward(torch.arange(5), torch.arange(5), attend)
+    model.forward(torch.arange(5), torch.arange(5), Attend(attend))
 
 
 def test_longrope_is_decided_by_max_model_len_not_by_the_batch():

@@ -253,6 +253,11 @@ def test_several_files_without_an_index_are_not_guessed(saved: Path) -> None:
         ("config.json", '{"model_type": "llama", "hidden_size": "x"}', "cannot be used"),
         ("config.json", "[" * 100_000, "is not valid JSON"),
         ("config.json", '{"model_type": ["llama"]}', "model_type .* is not text"),
+        (
+            "config.json",
+            '{"model_type": "qwen2", "num_hidden_layers": 1000000000}',
+            "at most 10000",
+        ),
         ("config.json", '{"model_type": "llama", "dtype": "bogus"}', "cannot be used.*bogus"),
         ("config.json", '{"model_type": "llama", "dtype": 7}', "has dtype 7"),
         ("config.json", '{"model_type": "llama", "dtype": "int8"}', "has dtype torch.int8"),

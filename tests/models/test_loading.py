@@ -179,6 +179,14 @@ def test_several_loaders_ask_for_a_choice(folder: Path) -> None:
             ".",
             "quantized with 'gptq', which no loader here reads",
         ),
+        (
+            {
+                "model.safetensors": "",
+                "config.json": json.dumps({"quantization_config": {"quant_method": ""}}),
+            },
+            ".",
+            "quantized with '', which no loader here reads",
+        ),
     ],
 )
 def test_no_loader_tells_the_nearest_cause(

@@ -37,6 +37,7 @@ class Successor(Model):
 
 class NoAttention:
     spec = SimpleNamespace(block_size=4)
+    fuses_rotary = False
 
     def bytes_per_block(self):
         return 0

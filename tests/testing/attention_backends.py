@@ -297,6 +297,60 @@ class AttendsToWhatItDidNotStore(Sound):
         return found
 
 
+class Rotates(Sound):
+    fuses_rotary = True
+
+    def forward(self, layer, q, k, v, out, sinks=None, rotary=None):
+        if rotary is not None:
+            q, k = self.turn_both(q, k, rotary)
+        super().forward(layer, q, k, v, out, sinks)
+
+    def turn_both(self, q, k, rotary):
+        return self.turn(q, *rotary), self.turn(k, *rotary)
+
+    def turn(self, x, cos, sin):
+        turned = x.float() * cos.float()[:, None] + self.exchange(x).float() * sin.float()[:, None]
+        return turned.to(x.dtype)
+
+    def exchange(self, x):
+        return x.roll(x.shape[-1] // 2, -1)
+
+
+class RotatesTheOtherWay(Rotates):
+    def turn(self, x, cos, sin):
+        return super().turn(x, cos, -sin)
+
+
+class RotatesNeighbours(Rotates):
+    def exchange(self, x):
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+class RotatesKeysOnly(Rotates):
+    def turn_both(self, q, k, rotary):
+        return q, self.turn(k, *rotary)
+
+
+class RotatesAllAsTheFirst(Rotates):
+    def turn(self, x, cos, sin):
+        return super().turn(x, cos[:1], sin[:1])
+
+
+class RotatesUnasked(Rotates):
+    def forward(self, layer, q, k, v, out, sinks=None, rotary=None):
+        if rotary is None and layer:
+            rotary = self.last
+        self.last = rotary
+        super().forward(layer, q, k, v, out, sinks, rotary)
+
+
+class ChangesTheTables(Rotates):
+    def forward(self, layer, q, k, v, out, sinks=None, rotary=None):
+        super().forward(layer, q, k, v, out, sinks, rotary)
+        if rotary is not None:
+            rotary[1].neg_()
+
+
 class RefusesWithoutReason(Sound):
     @classmethod
     def check(cls, spec):

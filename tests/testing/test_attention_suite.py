@@ -36,6 +36,8 @@ COPIES = "test_copies_are_exact_and_happen_all_at_once[layers of several kinds]"
 SWAPS = "test_swapped_blocks_come_back_elsewhere[one layer]"
 FAR = "test_slots_may_lie_beyond_two_gigabytes"
 FORMAT = "an unregistered format"
+TURNS = "test_q_and_k_are_rotated_where_that_is_asked[{}]"
+TURNS_CODED = f"test_k_is_rotated_before_it_is_coded[{FORMAT}]"
 
 CAUGHT = {
     "MissesTheLastTokenOfAFullBlock": {MIX.format("block size 64"), ENDS.format(300)},
@@ -69,6 +71,12 @@ CAUGHT = {
     "CountsIn32Bits": {FAR},
     "BelongsToOneThread": {"test_steps_may_come_from_another_thread"},
     "AttendsToWhatItDidNotStore": {f"test_tokens_are_attended_to_as_they_are_stored[{FORMAT}]"},
+    "RotatesTheOtherWay": {TURNS.format("head size 128"), TURNS_CODED},
+    "RotatesNeighbours": {TURNS.format("head size 34"), TURNS.format("bfloat16")},
+    "RotatesKeysOnly": {TURNS.format("float16"), TURNS_CODED},
+    "RotatesAllAsTheFirst": {TURNS.format("9 heads over 3, block size 3")},
+    "RotatesUnasked": {TURNS.format("layers with sinks and with a window")},
+    "ChangesTheTables": {TURNS.format("head size 2")},
     "RefusesWithoutReason": {MIX.format("head size 64")},
     "TakesAnotherBlockSize": {MIX.format("block size 64")},
 }
@@ -76,10 +84,12 @@ CAUGHT = {
 
 def test_each_fault_is_caught_where_it_belongs(pytester, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads only wait for each other here
-    classes = "".join(SUITE.format(name) for name in ["Sound", *CAUGHT])
+    classes = "".join(SUITE.format(name) for name in ["Sound", "Rotates", *CAUGHT])
     pytester.makepyfile(test_backends=BACKENDS + QUICK + classes)
     wanted = [f"test_backends.py::Test{n}::{test}" for n, tests in CAUGHT.items() for test in tests]
     command = ["-q", "-p", "no:cacheprovider", "--tb=no", "-rfs", "test_backends.py::TestSound"]
+    rotated = [test.partition("[")[0] for test in (TURNS, TURNS_CODED)]
+    command += [f"test_backends.py::TestRotates::{test}" for test in rotated]
     output = pytester.runpytest_subprocess(*command, *wanted).stdout.str()
     failed = re.findall(r"^FAILED (test_backends.py::.*?)(?: - .*)?$", output, re.M)
     if "GiB are free" in output:  # too few to try it

@@ -189,6 +189,25 @@ class AttentionBackend(Component, ABC):
     same address for a number of sequences. `plan` itself is not captured and works, as ever, in
     order with the current stream."""
 
+    fuses_rotary: ClassVar[bool] = False
+    """Whether `forward` rotates q and k itself (rotary position embedding, Su et al. 2021,
+    arXiv:2104.09864), which it does while it reads them anyway. Its last parameter is then::
+
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    Where that is given, q and k are not rotated yet: the backend attends with rotated q and stores
+    rotated k. It may overwrite q and k, which nobody reads afterwards. Some layers' calls may give
+    it and others not, the same ones in each step. A backend that does not say so is never given it.
+
+    It is ``(cos, sin)``, both ``[T, head_size]`` of ``spec.dtype`` and contiguous, for an even
+    head size. A vector x of token t becomes ``x * cos[t] + x' * sin[t]``, where x' is x with its
+    halves exchanged, ``x'[d] = x[(d + head_size / 2) % head_size]``: elements half a head apart
+    form a pair. The halves of a row of ``cos`` are equal; the first of ``sin`` is minus the second.
+    Both may be scaled, so a rotation may also stretch.
+
+    The arithmetic is float32. Rotated k is rounded to ``spec.dtype`` once, and coded, if a
+    quantizer does that, from there; rotated q may be rounded so."""
+
     def __init__(self, config: Any, spec: AttentionSpec, quantizer: KVQuantizer | None) -> None:
         """``quantizer`` is the instance behind ``spec.quantizer``, None if that is None."""
         super().__init__(config)
@@ -246,7 +265,7 @@ class AttentionBackend(Component, ABC):
         num_kv_heads, head_size]``, of ``spec.dtype``; each row is contiguous, but rows may be
         strided, since q, k and v are often slices of one matrix. ``out`` is overwritten;
         nothing else is changed. ``sinks`` is floating ``[num_heads]``: a logit that joins each
-        softmax but carries no value.
+        softmax but carries no value. Backends that say so take ``rotary``, see `fuses_rotary`.
         """
 
     @abstractmethod

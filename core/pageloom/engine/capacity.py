@@ -11,7 +11,7 @@ import torch
 from pageloom.config import Config
 from pageloom.errors import PageloomError
 from pageloom.memory import blocks_for
-from pageloom.models.model import Model
+from pageloom.models.model import Attend, Model
 
 # A laptop keeps most of its memory for what else runs on it.
 CPU_SHARE = 0.25
@@ -114,7 +114,7 @@ def _cuda_budget(config: Config, model: Model, device: torch.device) -> tuple[in
     ) -> None:
         out.zero_()
 
-    hidden = model.forward(tokens, torch.zeros_like(tokens), no_attention)
+    hidden = model.forward(tokens, torch.zeros_like(tokens), Attend(no_attention))
     model.logits(hidden[: config.scheduler.max_num_seqs])
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - allocated

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DECODER_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LARGEST_SIZE = 2**31 - 1  # of any dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,10 @@ class DecoderArchitecture:
             "sliding_window": min((w for w in self.windows if w is not None), default=1),
         }
         for name, size in sizes.items():
-            if size < 1:
+            if not 1 <= size <= LARGEST_SIZE:
+                bound = "at least 1" if size < 1 else f"at most {LARGEST_SIZE}"
                 raise UnsupportedModelError(
-                    f"The configuration has {name} {size}, but it must be at least 1."
+                    f"The configuration has {name} {size}, but it must be {bound}."
                 )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(

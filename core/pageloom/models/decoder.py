@@ -12,6 +12,7 @@ from pageloom.models.architecture import DecoderArchitecture
 from pageloom.models.decoder_weights import DecoderWeights
 from pageloom.models.model import Attend, Model
 from pageloom.ops.activation import silu_and_mul
+from pageloom.ops.choice import runs_fused
 from pageloom.ops.norm import add_rms_norm, rms_norm
 from pageloom.ops.rope import RotaryTable, norm_rotate_, rotate_
 
@@ -43,18 +44,25 @@ class Decoder(Model):
         cos, sin = self._rotary.at(positions)
 
         residual = F.embedding(token_ids, weights.embedding)
+        # The kernel that normalises heads rotates them for nothing.
+        rotated = runs_fused(residual) and weights.blocks[0].qk_norm is not None
+        rotary = None
+        if attend.fuses_rotary and not rotated:
+            rotary = cos.squeeze(1), sin.squeeze(1)
         attended = residual.new_empty(len(token_ids), heads, arch.head_size)
         normed = rms_norm(residual, weights.blocks[0].attention_norm, eps)
         following = [block.attention_norm for block in weights.blocks[1:]] + [weights.norm]
         for layer, (block, next_norm) in enumerate(zip(weights.blocks, following, strict=True)):
             qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, arch.head_size)
             qk, v = qkv.narrow(1, 0, heads + kv_heads), qkv.narrow(1, heads + kv_heads, kv_heads)
-            if block.qk_norm is None:
+            if rotary is not None:
+                qk = qk if block.qk_norm is None else rms_norm(qk, block.qk_norm, eps)
+            elif block.qk_norm is None:
                 rotate_(qk, cos, sin)
             else:
                 qk = norm_rotate_(qk, block.qk_norm, eps, cos, sin)
             q, k = qk.narrow(1, 0, heads), qk.narrow(1, heads, kv_heads)
-            attend(layer, q, k, v, attended)
+            attend(layer, q, k, v, attended, rotary=rotary)
             mixed = block.output(attended.flatten(1))
             normed = add_rms_norm(mixed, residual, block.mlp_norm, eps)
             mixed = block.down(silu_and_mul(block.gate_up(normed)))

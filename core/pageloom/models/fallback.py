@@ -114,10 +114,10 @@ class TransformersModel(Model):
         """Refuse unless a token's result is its own, whatever precedes it outside attention."""
         tokens = torch.tensor([1, 2, 3, 4], device=self._head.device) % self.vocab_size
         positions = torch.tensor([3, 0, 2, 1], device=tokens.device) % max_model_len
-        ahead = self.forward(tokens, positions, _pass_queries)
+        ahead = self.forward(tokens, positions, Attend(_pass_queries))
         changed = tokens.flip(0).clone()
         changed[0] = 0
-        behind = self.forward(changed, positions.flip(0), _pass_queries)
+        behind = self.forward(changed, positions.flip(0), Attend(_pass_queries))
         if not _close(ahead[:-1], behind.flip(0)[:-1]):
             raise probe.refusal(
                 "its tokens influence each other outside attention, or it does not use the "

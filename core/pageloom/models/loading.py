@@ -91,6 +91,6 @@ def _why_none(path: Path) -> str:
         return "is neither a file nor a folder"
     if ggufs := sorted(path.glob("*.gguf")):
         return f"is a folder with GGUF files; name one of them, such as {ggufs[0].name}"
-    if weight_files(path) and (method := quantization(path)):
+    if weight_files(path) and (method := quantization(path)) is not None:
         return f"holds weights quantized with {method!r}, which no loader here reads"
     return why_no_weights(path)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from pageloom.contract import LayerSpec
+from pageloom.contract import AttentionBackend, LayerSpec
 
 
 class UnsupportedModelError(ValueError):
     """A model that Pageloom cannot serve; the message names the model and the reason."""
 
 
-class Attend(Protocol):
+class Attend:
     """`AttentionBackend.forward` of the step that is being computed."""
+
+    def __init__(self, forward: Callable[..., None], fuses_rotary: bool = False) -> None:
+        """``forward`` takes ``rotary`` if ``fuses_rotary``, see `AttentionBackend.fuses_rotary`."""
+        self._forward = forward
+        self.fuses_rotary = fuses_rotary
+
+    @classmethod
+    def of(cls, backend: AttentionBackend) -> Attend:
+        return cls(backend.forward, backend.fuses_rotary)
 
     def __call__(
         self,
@@ -27,7 +36,13 @@ class Attend(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> None: ...
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """``rotary`` may be given if `fuses_rotary`."""
+        if rotary is None:
+            self._forward(layer, q, k, v, out, sinks)
+        else:
+            self._forward(layer, q, k, v, out, sinks, rotary)
 
 
 class Model(ABC):

@@ -6,7 +6,8 @@ Each reads its operands once and writes its result once, where torch would launc
 kernels that go through memory. Arithmetic is float32, rounded where torch rounds, except that a
 rotation is rounded once. Results are those of the functions in ``norm``, ``rope`` and
 ``activation``, which choose; shapes and dtypes are described there. Keys and values are stored by
-the attention backend, in a format of its own, so the rotation ends before that.
+the attention backend, in a format of its own; one that rotates as it stores
+(`AttentionBackend.fuses_rotary`) makes the rotation here unnecessary.
 
 Under ``TRITON_INTERPRET=1`` these run on a CPU.
 """

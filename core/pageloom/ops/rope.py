@@ -31,7 +31,10 @@ class RotaryTable:
         self._sin = torch.cat((-sin, sin), -1).to(device, dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines ``[T, 1, D]`` for ``positions`` int64 ``[T]``."""
+        """Cosines and signed sines ``[T, 1, D]`` for ``positions`` int64 ``[T]``.
+
+        `AttentionBackend.fuses_rotary` describes them, without the dimension of 1.
+        """
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 

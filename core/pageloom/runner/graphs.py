@@ -15,7 +15,7 @@ import torch
 from pageloom.contract import AttentionBackend, AttentionBatch
 from pageloom.errors import PageloomError, one_line
 from pageloom.memory import blocks_for
-from pageloom.models.model import Model
+from pageloom.models.model import Attend, Model
 from pageloom.runner.batch import StepBatch
 
 MOST_SEQS = 256
@@ -164,8 +164,9 @@ class DecodeGraphs:
     def _record(self, size: int, record: Recorder) -> Callable[[], torch.Tensor]:
         token_ids, positions = self._inputs.token_ids(size), self._inputs.positions(size)
         self._backend.plan(self._inputs.attention(torch.ones(size, dtype=torch.int32)))
+        attend = Attend.of(self._backend)
         try:
-            return record(lambda: self._model.forward(token_ids, positions, self._backend.forward))
+            return record(lambda: self._model.forward(token_ids, positions, attend))
         except RuntimeError as error:
             raise PageloomError(
                 f"a step of {size} decodes cannot be captured in a CUDA graph: {one_line(error)}; "

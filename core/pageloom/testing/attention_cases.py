@@ -101,6 +101,18 @@ QUANTIZED: Mapping[str, Case] = MappingProxyType(
 """What each KV format is tried with."""
 
 
+ROTATED: Mapping[str, Case] = MappingProxyType(
+    {
+        **{f"head size {d}": Case((layer(head_size=d),)) for d in (2, 34, 128)},
+        "9 heads over 3, block size 3": Case((layer(9, 3),), block_size=3),
+        "layers with sinks and with a window": Case((layer(sinks=True), layer(window=9))),
+        "bfloat16": Case((layer(),), _BF16),
+        "float16": Case((layer(),), _FP16),
+    }
+)
+"""What backends that fuse rotations are tried with."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much of each kind of case is tried; no size leaves out a kind."""

@@ -213,8 +213,7 @@ class Rig:
         self, index: int, batch: AttentionBatch, work: Sequence[tuple[Branch, int]]
     ) -> None:
         __tracebackhide__ = True
-        q, k, v = self.draw(index, batch.num_tokens)
-        out = self.attend(index, q, k, v)
+        q, k, v, out = self.call(index, batch.num_tokens)
         self._shadow.store(
             index,
             batch.slots.cpu(),
@@ -237,21 +236,39 @@ class Rig:
             where = f"layer {index}, sequence {i} of {len(work)} ({n} of {branch.length} tokens)"
             self.compare(out[starts[i] + rows], expected, positions, where)
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(
+        self, index: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer's `forward` with random q, k and v; returns them, as they are to be attended
+        with, and the output."""
+        q, k, v = self.draw(index, tokens)
+        return q, k, v, self.attend(index, q, k, v)
+
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """One layer's `forward` into a strided ``out`` full of NaN; returns that on the CPU."""
         tokens, heads, head_size = q.shape
         around = torch.full(
             (tokens + 2, heads + 1, head_size), torch.nan, dtype=q.dtype, device=q.device
         )
-        given = [x for x in (q, k, v, self.sinks[index]) if x is not None]
-        before = [x.clone() for x in given]
-        out = around[1:-1, :-1]
-        if self.sinks[index] is None:
-            self.backend.forward(index, q, k, v, out)
+        out, sinks = around[1:-1, :-1], self.sinks[index]
+        optional: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        given = {"v": v, **optional}
+        if rotary is None:
+            given |= {"q": q, "k": k}
         else:
-            self.backend.forward(index, q, k, v, out, self.sinks[index])
-        for name, x, kept in zip(("q", "k", "v", "sinks"), given, before, strict=False):
-            alike = torch.equal(x.nan_to_num(), kept.nan_to_num())
+            optional["rotary"] = rotary
+            given |= {"cos": rotary[0], "sin": rotary[1]}
+        before = {name: x.clone() for name, x in given.items()}
+        self.backend.forward(index, q, k, v, out, **optional)
+        for name, kept in before.items():
+            alike = torch.equal(given[name].nan_to_num(), kept.nan_to_num())
             assert alike, f"forward must not change {name}"
         result = out.cpu().clone()
         out.fill_(torch.nan)
@@ -303,7 +320,8 @@ class Rig:
         with torch.inference_mode():
             self.backend.plan(self._batch([([self.pool[0]], 0, size)]))
             for index in range(len(self.case.layers)):
-                self.attend(index, *(x.fill_(torch.nan) for x in self.draw(index, size)))
+                q, k, v = (x.fill_(torch.nan) for x in self.draw(index, size))
+                self.attend(index, q, k, v)
         return self.read([self.pool[0]]).clone()
 
     def _poison(self, blocks: Sequence[int]) -> None:

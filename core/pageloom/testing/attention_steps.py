@@ -99,6 +99,14 @@ def swapped_blocks(rig: Rig) -> None:
     assert exact, "write_blocks must make blocks as they were read, and change no other block"
 
 
+def rotated_steps(rig: Rig) -> None:
+    """A prompt, a chunk and decodes, which see tokens of steps before."""
+    first, second = Branch(), Branch()
+    rig.step((first, 40), (second, 1))
+    rig.step((second, 21), (first, 1))
+    rig.step((second, 1), (first, 1))
+
+
 def draw_steps(data: st.DataObject, rig: Rig) -> None:
     """A few ragged steps, between which branches fork, swap and end."""
     longest, size = rig.spec.max_model_len, rig.spec.block_size

@@ -40,6 +40,7 @@ from pageloom.testing.attention_cases import (
     LONG,
     PLAIN,
     QUANTIZED,
+    ROTATED,
     SIZES,
     Case,
     Sizes,
@@ -47,6 +48,7 @@ from pageloom.testing.attention_cases import (
     layer,
 )
 from pageloom.testing.attention_rig import Rig, UnroundedRig
+from pageloom.testing.attention_rotary import RotaryRig
 from pageloom.testing.attention_shadow import Branch
 from pageloom.testing.attention_steps import (
     LONGEST,
@@ -55,6 +57,7 @@ from pageloom.testing.attention_steps import (
     draw_steps,
     mixed_steps,
     prefix_in_same_step,
+    rotated_steps,
     swapped_blocks,
 )
 
@@ -269,6 +272,15 @@ class AttentionSuite:
         rig.step((branch, 20), (other, 1))
         rig.step((other, 19), (branch, 1))
 
+    # Rotations, if the backend fuses them.
+
+    @pytest.mark.parametrize("name", ROTATED)
+    def test_q_and_k_are_rotated_where_that_is_asked(self, name: str) -> None:
+        rotated_steps(self.rotary_rig(ROTATED[name]))
+
+    def test_k_is_rotated_before_it_is_coded(self, quantizer: str) -> None:
+        rotated_steps(self.rotary_rig(replace(PLAIN, quantizer=quantizer)))
+
     # What the tests are made of.
 
     @classmethod
@@ -298,6 +310,13 @@ class AttentionSuite:
         """A rig for ``case``; a refusal skips the test."""
         with _skip_refused():
             return Rig(self.candidate(), case, **options)
+
+    def rotary_rig(self, case: Case) -> RotaryRig:
+        """The same, with q and k that the backend is to rotate."""
+        if not self.candidate().backend.fuses_rotary:
+            pytest.skip(f"{self.candidate().name} fuses no rotation")
+        with _skip_refused():
+            return RotaryRig(self.candidate(), case)
 
     def accepted(self, values: Iterable[T], case: Callable[[T], Case]) -> list[T]:
         """Those of ``values`` for which the backend does not refuse ``case(value)``."""

@@ -71,6 +71,7 @@ class CPUPaged(AttentionBackend):
     """
 
     auto_rank = 20
+    fuses_rotary = True
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> str | None:
@@ -98,7 +99,7 @@ class CPUPaged(AttentionBackend):
             POINTER(_Batch),
             *[c_void_p] * 4,
             POINTER(c_int64),
-            c_void_p,
+            *[c_void_p] * 3,
         ]
         self._cache: list[torch.Tensor] = []
         self._layers: list[_Layer] = []
@@ -152,9 +153,11 @@ class CPUPaged(AttentionBackend):
         v: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         if sinks is not None:
             sinks = sinks.float().contiguous()
+        cos, sin = (None, None) if rotary is None else (x.data_ptr() for x in rotary)
         self._forward(
             self._layers[layer],
             self._batch,
@@ -164,6 +167,8 @@ class CPUPaged(AttentionBackend):
             out.data_ptr(),
             _Strides(q.stride(0), k.stride(0), v.stride(0), out.stride(0)),
             None if sinks is None else sinks.data_ptr(),
+            cos,
+            sin,
         )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -14,7 +14,7 @@ using namespace pageloom;
 struct Case {
   int64_t heads, kv_heads, head_size, block_size, window;
   float softcap;
-  bool sinks;
+  bool sinks, rotary = false;
 };
 
 struct Coded {
@@ -105,6 +105,39 @@ void make_ties(std::vector<T>& x, float scale) {
   }
 }
 
+// Cosines and signed sines of `count` turns of each pair of `size` elements: by quarters of a circle,
+// which is exact, or by any angle.
+template <typename T>
+struct Turns {
+  Turns(int64_t count, int64_t size, bool quarters) : size(size), cos(count * size), sin(cos) {
+    std::uniform_real_distribution<double> angles(0, 6.28);
+    for (int64_t i = 0; i < count * size; i += size)
+      for (int64_t d = 0; d < size / 2; ++d) {
+        const int quarter = generator() % 4;
+        const double angle = angles(generator);
+        const float c = quarters ? (quarter == 0) - (quarter == 2) : std::cos(angle);
+        const float s = quarters ? (quarter == 1) - (quarter == 3) : std::sin(angle);
+        store_part(&cos[i + d], spread(c), 1), store_part(&cos[i + size / 2 + d], spread(c), 1);
+        store_part(&sin[i + d], spread(-s), 1), store_part(&sin[i + size / 2 + d], spread(s), 1);
+      }
+  }
+
+  // Of `heads` vectors for each turn.
+  std::vector<double> turn(const std::vector<double>& x, int64_t heads) const {
+    const std::vector<double> c = exact(cos), s = exact(sin);
+    std::vector<double> result(x.size());
+    for (int64_t i = 0; i < int64_t(x.size()); ++i) {
+      const int64_t d = i % size, other = i - d + (d + size / 2) % size;
+      const int64_t at = i / size / heads * size + d;
+      result[i] = x[i] * c[at] + x[other] * s[at];
+    }
+    return result;
+  }
+
+  int64_t size;
+  std::vector<T> cos, sin;
+};
+
 // Steps of prompts, chunks and decodes; slots not yet written hold NaN. Returns the largest error.
 template <typename T>
 double largest_error(const Case& c, int64_t dtype, const Coded& coded) {
@@ -162,10 +195,13 @@ double largest_error(const Case& c, int64_t dtype, const Coded& coded) {
     Batch batch{sequences, tokens, starts.data(), seq_lens.data(), rows.data(), width,
                 slots.data()};
     const int64_t strides[] = {all, kv, kv, all};
+    const Turns<T> turns(tokens, c.head_size, coded.element != 0);
     pageloom_forward(&layer, &batch, q.data(), k.data(), v.data(), out.data(), strides,
-                     c.sinks ? sinks.data() : nullptr);
-    const std::vector<double> queries = exact(q), got = exact(out);
-    std::vector<double> k_now = exact(k), v_now = exact(v);
+                     c.sinks ? sinks.data() : nullptr, c.rotary ? turns.cos.data() : nullptr,
+                     c.rotary ? turns.sin.data() : nullptr);
+    const std::vector<double> got = exact(out);
+    std::vector<double> queries = exact(q), k_now = exact(k), v_now = exact(v);
+    if (c.rotary) queries = turns.turn(queries, c.heads), k_now = turns.turn(k_now, c.kv_heads);
     if (coded.element)
       for (int64_t i = 0; i < tokens * kv; i += c.head_size) {
         round_through(coded, coded.k_scale, &k_now[i], c.head_size);
@@ -224,8 +260,9 @@ int main() {
   const Case cases[] = {
       {9, 3, 64, 16, 0, 0, false}, {4, 2, 80, 16, 20, 0, true},  {2, 1, 33, 3, 0, 3, true},
       {8, 1, 128, 48, 0, 0, false}, {5, 5, 8, 1, 17, 2, false}, {3, 1, 96, 24, 300, 0, false},
+      {4, 2, 72, 16, 0, 0, false, true}, {2, 1, 10, 3, 0, 0, true, true},
   };
-  const Case coded_cases[] = {{4, 2, 48, 32, 0, 0, false}, {2, 1, 34, 3, 20, 3, true}};
+  const Case coded_cases[] = {{4, 2, 48, 32, 0, 0, false, true}, {2, 1, 34, 3, 20, 3, true}};
   const Coded codings[] = {
       {1, 0, 0.013f, 0.21f}, {1, 1, 0.1f, 0.1f}, {2, 0, 0.013f, 0.21f}, {2, 1, 0.1f, 0.1f},
       {3, 0, 0.023f, 0.031f}, {3, 1, 0.1f, 0.1f}, {4, 0, 0.31f, 0.45f}, {4, 1, 0.1f, 0.1f},

@@ -47,9 +47,6 @@ def documented_example() -> type[AttentionBackend]:
 class TestDocumentedExample(AttentionSuite):
     backend = documented_example()
 
-    # It sets all of its cache to zero, which there would take 8 GiB.
-    test_slots_may_lie_beyond_two_gigabytes = None
-
     def test_refuses_only_what_it_says(self):
         lacking = ("window", "softcap", "sinks", "several kinds")
         refused = {name for name, case in CASES.items() if self.candidate().refusal(case)}

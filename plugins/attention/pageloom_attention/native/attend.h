@@ -13,6 +13,7 @@
 
 #include "layout.h"
 #include "product.h"
+#include "rotary.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -90,16 +91,22 @@ class Attention {
         group_(layer.group()),
         rows_(task.queries * layer.group()) {}
 
-  // `q` is the first query token's first head of the group; the result is left in the workspace.
+  // `q` is the first query token's first head of the group, and `rotary` begins with that token;
+  // the result is left in the workspace.
   template <typename T>
-  void run(const T* q, int64_t q_stride) {
+  void run(const T* q, int64_t q_stride, const Rotary<T>& rotary) {
     tiles_.fetch_first();
     work_.start(rows_, width_);
     for (int64_t row = 0; row < rows_; ++row) {
-      const T* from = q + row / group_ * q_stride + row % group_ * layer_.head_size;
-      for (int64_t d = 0; d < width_; d += LANES)
-        store(work_.queries.data() + row * width_ + d,
-              load_part(from + d, layer_.head_size - d));
+      const int64_t size = layer_.head_size, token = row / group_;
+      const T* from = q + token * q_stride + row % group_ * size;
+      auto* query = work_.queries.data() + row * width_;
+      if (rotary) {
+        rotate(from, rotary.from(token, size), size, query);
+        std::fill(query + size, query + width_, typename Computed::Operand{});
+      } else {
+        for (int64_t d = 0; d < width_; d += LANES) store(query + d, load_part(from + d, size - d));
+      }
     }
     for (int64_t start = task_.begin / STEP * STEP; start < task_.end; start += STEP)
       step(std::max(start, task_.begin / TILE * TILE), std::min(start + STEP, task_.end));

@@ -16,6 +16,7 @@
 #include "coded.h"
 #include "formats.h"
 #include "layout.h"
+#include "rotary.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -44,6 +45,7 @@ struct Tensors {
   T* out;
   int64_t q_stride, k_stride, v_stride, out_stride;
   const float* sinks;
+  Rotary<T> rotary;
 };
 
 // Longest first: chunks and prompts come last in a batch, and their last tokens see most. Returns
@@ -107,6 +109,23 @@ void finish_rows(const Layer& layer, const Batch& batch, const Tensors<T>& x, co
   }
 }
 
+// Put the vectors of one token into the cache.
+template <typename Cached, typename T>
+void store_token(const Layer& layer, const Cached& cache, const Batch& batch, const Tensors<T>& x,
+                 int64_t token) {
+  const int64_t size = layer.head_size;
+  thread_local std::vector<T> rotated;
+  if (x.rotary) grow(rotated, size);
+  for (int64_t head = 0; head < layer.kv_heads; ++head) {
+    const T* k = x.k + token * x.k_stride + head * size;
+    if (x.rotary) {
+      rotate(k, x.rotary.from(token, size), size, rotated.data());
+      k = rotated.data();
+    }
+    cache.store(batch.slots[token], head, k, x.v + token * x.v_stride + head * size, size);
+  }
+}
+
 // Results that await a merge go to their rows of `all_sums` and `all_results`.
 template <typename Tiles, typename T>
 void run(const Layer& layer, const Batch& batch, const Tensors<T>& x, const Task& task,
@@ -115,7 +134,8 @@ void run(const Layer& layer, const Batch& batch, const Tensors<T>& x, const Task
   const int64_t token = batch.query_start[task.sequence] + task.first_query;
   const int64_t head = task.kv_head * layer.group();
   Attention<Tiles>(layer, task, batch.tables + task.sequence * batch.table_stride, work)
-      .run(x.q + token * x.q_stride + head * layer.head_size, x.q_stride);
+      .run(x.q + token * x.q_stride + head * layer.head_size, x.q_stride,
+           x.rotary ? x.rotary.from(token, layer.head_size) : x.rotary);
   if (task.splits == 1)
     return finish_rows(layer, batch, x, task, work.sums.data(), work.result.data());
   std::copy(work.sums.begin(), work.sums.end(), all_sums + task.partial);
@@ -127,7 +147,7 @@ void run(const Layer& layer, const Batch& batch, const Tensors<T>& x, const Task
 template <typename Cached, typename Few, typename Many, typename T>
 void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x, int64_t many_rows) {
   const Cached cache(layer);
-  const int64_t width = layer.width(), group = layer.group(), size = layer.head_size;
+  const int64_t width = layer.width(), group = layer.group();
   // Kept from call to call. The threads of the team reach the caller's through these pointers.
   thread_local std::vector<Task> planned;
   thread_local std::vector<Sums> waiting_sums;
@@ -143,10 +163,7 @@ void forward(const Layer& layer, const Batch& batch, const Tensors<T>& x, int64_
 #pragma omp parallel
   {
 #pragma omp for
-    for (int64_t t = 0; t < batch.tokens; ++t)
-      for (int64_t head = 0; head < layer.kv_heads; ++head)
-        cache.store(batch.slots[t], head, x.k + t * x.k_stride + head * size,
-                    x.v + t * x.v_stride + head * size, size);
+    for (int64_t t = 0; t < batch.tokens; ++t) store_token(layer, cache, batch, x, t);
 
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_tasks; ++i) {
@@ -177,11 +194,13 @@ void forward_coded(const Layer& layer, const Batch& batch, const Tensors<T>& x) 
 
 template <typename Format>
 void forward(const Layer& layer, const Batch& batch, const void* q, const void* k, const void* v,
-             void* out, const int64_t* strides, const float* sinks) {
+             void* out, const int64_t* strides, const float* sinks, const void* cos,
+             const void* sin) {
   using T = typename Format::Stored;
   const Tensors<T> x = {static_cast<const T*>(q), static_cast<const T*>(k),
                         static_cast<const T*>(v), static_cast<T*>(out), strides[0], strides[1],
-                        strides[2], strides[3], sinks};
+                        strides[2], strides[3], sinks,
+                        {static_cast<const T*>(cos), static_cast<const T*>(sin)}};
   switch (layer.element) {
     case 0:
       return forward<Cache<Format>, StoredTiles<Format>,
@@ -199,14 +218,15 @@ void forward(const Layer& layer, const Batch& batch, const void* q, const void* 
 }  // namespace pageloom
 
 // Store K and V of one step and one layer, then attend. `strides` are those of the rows of q, k, v
-// and out, in elements.
+// and out, in elements. `cos` and `sin`, if not null, are for q and k that are not yet rotated.
 extern "C" void pageloom_forward(const pageloom::Layer* layer, const pageloom::Batch* batch,
                                  const void* q, const void* k, const void* v, void* out,
-                                 const int64_t* strides, const float* sinks) {
+                                 const int64_t* strides, const float* sinks, const void* cos,
+                                 const void* sin) {
   using namespace pageloom;
   switch (layer->dtype) {
-    case 0: return forward<Single<float>>(*layer, *batch, q, k, v, out, strides, sinks);
-    case 1: return forward<BFloat16>(*layer, *batch, q, k, v, out, strides, sinks);
-    case 2: return forward<Single<float16>>(*layer, *batch, q, k, v, out, strides, sinks);
+    case 0: return forward<Single<float>>(*layer, *batch, q, k, v, out, strides, sinks, cos, sin);
+    case 1: return forward<BFloat16>(*layer, *batch, q, k, v, out, strides, sinks, cos, sin);
+    case 2: return forward<Single<float16>>(*layer, *batch, q, k, v, out, strides, sinks, cos, sin);
   }
 }

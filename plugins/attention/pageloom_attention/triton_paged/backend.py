@@ -50,6 +50,7 @@ class TritonPaged(CachedAttention):
     # Before torch_paged on a GPU. Interpreted on a CPU it must not come before cpu_paged.
     auto_rank = 15
     supports_cuda_graphs = True
+    fuses_rotary = True
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> str | None:
@@ -103,18 +104,28 @@ class TritonPaged(CachedAttention):
         v: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         with self._on_device():
-            self.store(layer, k, v)
+            if rotary is None:
+                self.store(layer, k, v)
+            else:
+                self.store(layer, k, v, q, *rotary)
             self._attend(layer, q, out, sinks)
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, *turned: torch.Tensor) -> None:
+        """``turned``, if given, is q, which is rotated in place as k is on its way, cos and sin."""
         spec, (keys, values) = self.spec.layers[layer], self._halves[layer]
         constants = self._launch.store(
             spec, self.spec.block_size, self.spec.dtype, self._chip.family, self.spec.layout
         )
-        grid = (-(-len(k) * spec.num_kv_heads // constants["VECTORS"]),)
-        self._kernels.store_kernel[grid](
+        programs = -(-len(k) * spec.num_kv_heads // constants["VECTORS"])
+        rotary: tuple[Any, ...] = (None, None, None, None)
+        if turned:
+            q, cos, sin = turned
+            programs += -(-len(k) * spec.num_heads // constants["VECTORS"])
+            rotary = (q, q.stride(0), cos, sin)
+        self._kernels.store_kernel[programs,](
             k,
             v,
             keys,
@@ -124,6 +135,7 @@ class TritonPaged(CachedAttention):
             k.stride(0),
             v.stride(0),
             *self._inverses[layer],
+            *rotary,
             **constants,
         )
 

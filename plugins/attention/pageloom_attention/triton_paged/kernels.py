@@ -29,6 +29,51 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
 
+@triton.jit
+def _load_rotated(vectors, cos, sin, element, mask, HEAD_SIZE: tl.constexpr):
+    """``[n, WIDTH]``: each vector rotated by its row of ``cos`` and ``sin``; all are pointers
+    ``[n, 1]``.
+
+    What an element is paired with is half a head away, and so is loaded a second time, from the L1
+    cache.
+    """
+    across = tl.where(element < HEAD_SIZE // 2, element + HEAD_SIZE // 2, element - HEAD_SIZE // 2)
+    x = tl.load(vectors + element, mask=mask, other=0.0).to(tl.float32)
+    x *= tl.load(cos + element, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(vectors + across, mask=mask, other=0.0).to(tl.float32)
+    x += other * tl.load(sin + element, mask=mask, other=0.0).to(tl.float32)
+    return x.to(vectors.dtype.element_ty)
+
+
+@triton.jit
+def _rotate(
+    q,
+    q_row,
+    cos,
+    sin,
+    first,
+    num_tokens,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Rotate vectors ``first : first + VECTORS`` of q in place."""
+    middle: tl.constexpr = HEAD_SIZE // 2
+    vector = first + tl.arange(0, VECTORS)
+    token, head = (vector // HEADS).to(tl.int64)[:, None], (vector % HEADS)[:, None]
+    element = tl.arange(0, WIDTH // 2)[None, :]
+    mask = (token < num_tokens) & (element < middle)
+    at = q + token * q_row + head * HEAD_SIZE + element
+    turn = token * HEAD_SIZE + middle + element
+    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(at + middle, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + turn, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + turn, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (left * c - right * s).to(q.dtype.element_ty), mask=mask)
+    tl.store(at + middle, (right * c + left * s).to(q.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["slots", "num_tokens"])
 def store_kernel(
     k,  # [num_tokens, KV_HEADS, HEAD_SIZE], rows strided by k_row elements
@@ -41,6 +86,11 @@ def store_kernel(
     v_row,
     k_inverse,  # of the scale, if that is a constant
     v_inverse,
+    q,  # [num_tokens, GROUP * KV_HEADS, HEAD_SIZE], or None where nothing is to be rotated
+    q_row,
+    cos,  # [num_tokens, HEAD_SIZE]
+    sin,
+    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -52,7 +102,15 @@ def store_kernel(
     VECTORS: tl.constexpr,  # per program
     WIDTH: tl.constexpr,  # the power of 2 that holds a vector
 ):
-    """Grid: vectors of K / VECTORS."""
+    """Grid: vectors of K / VECTORS, and behind those, if there is a q, its vectors / VECTORS."""
+    if q is not None:
+        program = tl.program_id(0) - tl.cdiv(num_tokens * KV_HEADS, VECTORS)
+        if program >= 0:
+            _rotate(
+                q, q_row, cos, sin, program * VECTORS, num_tokens, GROUP * KV_HEADS, HEAD_SIZE,
+                VECTORS, WIDTH,
+            )  # fmt: skip
+            return
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     token, head = (vector // KV_HEADS).to(tl.int64), vector % KV_HEADS
     held = token < num_tokens
@@ -61,7 +119,12 @@ def store_kernel(
     element = tl.arange(0, WIDTH)[None, :]
     mask = held[:, None] & (element < HEAD_SIZE)
     source = head[:, None] * HEAD_SIZE + element
-    new = tl.load(k + token[:, None] * k_row + source, mask=mask, other=0.0)
+    if q is None:
+        new = tl.load(k + token[:, None] * k_row + source, mask=mask, other=0.0)
+    else:
+        turn = token[:, None] * HEAD_SIZE
+        vectors = k + token[:, None] * k_row + head[:, None] * HEAD_SIZE
+        new = _load_rotated(vectors, cos + turn, sin + turn, element, mask, HEAD_SIZE)
     store_vectors(
         keys, new, part, slot % BLOCK_SIZE, held, k_inverse, HEAD_SIZE, BLOCK_SIZE, ROW,
         WIDTH, ELEMENT, SCALED, LIMIT, MOST,

@@ -37,6 +37,7 @@ def store(
     """``dtype`` is that of K and V."""
     most = torch.finfo(torch.float16 if layout and layout.element == "int4" else dtype).max
     return {
+        "GROUP": layer.num_heads // layer.num_kv_heads,
         "KV_HEADS": layer.num_kv_heads,
         "HEAD_SIZE": layer.head_size,
         "BLOCK_SIZE": block_size,
