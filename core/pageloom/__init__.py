@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pageloom.engine.async_engine import AsyncEngine
     from pageloom.engine.engine import Engine
-    from pageloom.scheduling import SamplingParams
+    from pageloom.scheduling import SamplingParams, StructuredOutput
 
-__all__ = ["AsyncEngine", "Engine", "SamplingParams", "__version__"]
+__all__ = ["AsyncEngine", "Engine", "SamplingParams", "StructuredOutput", "__version__"]
 __version__ = "0.1.0"
 
 # Threads of torch's OpenMP (GNU's) spin at the end of each parallel region, by default so long
@@ -23,6 +23,7 @@ _HOMES = {
     "AsyncEngine": "pageloom.engine.async_engine",
     "Engine": "pageloom.engine.engine",
     "SamplingParams": "pageloom.scheduling",
+    "StructuredOutput": "pageloom.scheduling",
 }
 
 

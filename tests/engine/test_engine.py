@@ -11,6 +11,7 @@ from pageloom.contract import hookimpl
 from pageloom.engine.stats import EngineStats
 from pageloom.errors import PageloomError
 from pageloom.scheduling import PolicyError, RequestTooLargeError
+from tiny_model import write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "def fibonacci(n):"]
@@ -335,3 +336,23 @@ def test_an_observer_that_raises_does_not_stop_the_engine(engine, caplog):
 def test_an_engine_that_cannot_be_built_says_why(override, message):
     with pytest.raises(PageloomError, match=message):
         Engine.from_config("configs/smollm2.yaml", [override])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0, but it must be at least 1"),
+        ({"max_position_embeddings": 2**70}, "set model.max_model_len to what is needed"),
+        (
+            {"vocab_size": 2**31 - 1, "hidden_size": 6 * 2**27, "head_dim": 8},
+            "cannot be built on cpu",
+        ),
+    ],
+    ids=["no tokens", "too many tokens", "large embedding"],
+)
+def test_sizes_that_no_machine_can_hold_are_refused(tmp_path, sizes, message):
+    write_model(tmp_path, **sizes)
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"model: {{path: {tmp_path}, loader: dummy}}\nruntime: {{device: cpu}}\n")
+    with pytest.raises(PageloomError, match=rf"(?s){message}"):
+        Engine.from_config(path)

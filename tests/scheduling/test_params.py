@@ -18,6 +18,7 @@ from pageloom.scheduling.params import (
     NOT_WITH_BEAMS,
     SamplingParams,
 )
+from pageloom.scheduling.structured import MAX_STRUCTURED_CHARS, StructuredOutput
 
 REAL_FIELDS = (
     "length_penalty",
@@ -48,7 +49,7 @@ def refusal(**fields):
 
 
 def test_every_field_is_covered_by_these_tests():
-    others = {"early_stopping", "logit_bias", "stop", "stop_token_ids"}
+    others = {"early_stopping", "logit_bias", "stop", "stop_token_ids", "structured"}
     named = {field.name for field in dataclasses.fields(SamplingParams)}
     assert named == others | set(REAL_FIELDS) | set(INTEGER_FIELDS) | set(FLAGS)
 
@@ -183,6 +184,7 @@ BESIDE_BEAMS = {
     "seed": 0,
     "stop": ("end",),
     "logprobs": 0,
+    "structured": StructuredOutput.regex("a+"),
 }
 
 
@@ -263,3 +265,33 @@ def test_a_checked_logit_bias_can_no_longer_be_changed():
 def test_params_can_be_copied_and_pickled(fields):
     params = SamplingParams(**fields)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+def test_a_structured_output_may_come_as_plain_data():
+    wanted = StructuredOutput.regex("a+")
+    assert SamplingParams(structured={"kind": "regex", "text": "a+"}).structured == wanted
+    assert SamplingParams().structured is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured": "a+"}, "structured is 'a+', but must be a StructuredOutput, or None"),
+        ({"structured": {"regex": "a+"}}, "structured is not a kind and a text"),
+        ({"structured": {"kind": "xml", "text": ""}}, "structured is of kind 'xml', but must be"),
+        ({"structured": {"kind": "json", "text": {}}}, "structured has a text that is dict"),
+        ({"structured": {"kind": "choice", "text": "[]"}}, "not a list of one text or more"),
+        ({"structured": {"kind": "choice", "text": "[1]"}}, "not a list of one text or more"),
+        ({"structured": {"kind": "choice", "text": "["}}, "not valid JSON"),
+        (
+            {"structured": {"kind": "regex", "text": "a" * (MAX_STRUCTURED_CHARS + 1)}},
+            "may have at most 65,536",
+        ),
+        (
+            {"structured": StructuredOutput.json(), "ignore_eos": True},
+            "structured says where an output ends, and ignore_eos that it goes on",
+        ),
+    ],
+)
+def test_a_structured_output_is_checked(fields, message):
+    assert message in refusal(**fields)

@@ -70,6 +70,8 @@ class AsyncEngine:
         """
         # Tokenizing a long text takes longer than a step, so it is not the engine thread's work.
         token_ids = await asyncio.to_thread(self._engine.encode, prompt)
+        if params is not None and "guide" not in request:
+            request["guide"] = await asyncio.to_thread(self._engine.compile_guide, params)
         stream = _Stream(asyncio.get_running_loop())
         try:
             await self._call(lambda: self._open(stream, token_ids, params, request))

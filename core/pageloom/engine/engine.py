@@ -14,6 +14,8 @@ from typing import Any, cast
 from pageloom.config import load_config
 from pageloom.contract import EngineInfo, StepRecord
 from pageloom.engine.detokenizer import Detokenizer
+from pageloom.engine.guides import GuideCompiler
+from pageloom.engine.memory_report import MemoryReport
 from pageloom.engine.open_request import OpenRequest
 from pageloom.engine.outputs import CompletionChunk, RequestOutput
 from pageloom.engine.prompts import Message, Prompt, PromptEncoder
@@ -21,6 +23,7 @@ from pageloom.plugins import Plugins
 from pageloom.runner.runner import ChunkResult, ModelRunner
 from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams, StepPlan
 from pageloom.scheduling.beams import BeamSearch
+from pageloom.scheduling.structured import Guide
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class Engine:
         prompts: PromptEncoder,
         plugins: Plugins,
         info: EngineInfo,
+        memory: MemoryReport,
         *,
         eos_token_ids: frozenset[int],
         debug: bool = False,
@@ -48,8 +52,10 @@ class Engine:
         self.prompts = prompts
         self.plugins = plugins
         self.info = info
+        self.memory = memory
         self.eos_token_ids = eos_token_ids
         self.debug = debug
+        self.guides = GuideCompiler(prompts.tokenizer, runner.model.vocab_size, eos_token_ids)
         self._open: dict[str, OpenRequest] = {}
         self._outbox: list[CompletionChunk] = []  # of requests that came by `add_request`
         self._ids = count()
@@ -99,20 +105,23 @@ class Engine:
         user: str = "",
         metadata: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        guide: Guide | None = None,
         deliver: Callable[[CompletionChunk], None] | None = None,
     ) -> OpenRequest:
         """Queue a request and return its handle.
 
         ``prompt`` is text or token ids. ``priority`` (lower runs earlier), ``user`` (the tenant)
         and ``metadata`` are for the scheduling policy. Requests share cached prefixes only with
-        those of the same ``cache_salt``. Chunks gather in the handle, or go to ``deliver`` in the
-        thread that steps. Raises `ValueError` (`RequestTooLargeError` if the
+        those of the same ``cache_salt``. ``guide`` constrains the outputs; without one,
+        that of ``params.structured`` is compiled here. Chunks gather in the handle, or go to
+        ``deliver`` in the thread that steps. Raises `ValueError` (`RequestTooLargeError` if the
         request could never run) and then changes nothing.
         """
         params = params if params is not None else SamplingParams()
         _check_fields(params, request_id, priority, user, metadata, cache_salt)
         vocab_size = self.runner.model.vocab_size
         params.check_vocab(vocab_size)
+        guide = self.compile_guide(params) if guide is None else guide
         request = Request(
             self._new_id() if request_id is None else request_id,
             self.prompts.encode(prompt),
@@ -123,6 +132,7 @@ class Engine:
             user=user,
             metadata=metadata or {},
             cache_salt=cache_salt,
+            guide=guide,
         )
         continuations = vocab_size - len(request.stop_token_ids)
         if params.beam_width is not None and continuations < params.beam_width:
@@ -141,6 +151,11 @@ class Engine:
         opened = OpenRequest(request, text, detokenizers, deliver)
         self._open[request.request_id] = opened
         return opened
+
+    def compile_guide(self, params: SamplingParams) -> Guide | None:
+        """What `open_request` takes as ``guide`` for one request. Any thread may call this, so that
+        no step waits for a large grammar. Raises `ValueError` for what cannot be compiled."""
+        return None if params.structured is None else self.guides.compile(params.structured)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its blocks are free when this returns. Unknown ids are ignored, as

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from pageloom.config import Config
 from pageloom.contract import WeightLoader
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, one_line
+from pageloom.models.architecture import LARGEST_SIZE
 from pageloom.models.build import build_model
 from pageloom.models.loading import open_loader
 from pageloom.models.model import Model
@@ -47,6 +48,10 @@ def load_model(config: Config, plugins: Plugins, device: torch.device) -> Loaded
         )
     except (ValueError, OSError) as error:
         raise PageloomError(f"model {config.model.path}: {error}") from error
+    except (RuntimeError, MemoryError) as error:  # how torch says that memory has run out
+        raise PageloomError(
+            f"model {config.model.path} cannot be built on {device}: {one_line(error)}"
+        ) from error
     return LoadedModel(
         model,
         loader,
@@ -93,6 +98,16 @@ def _max_model_len(wanted: int | None, model_config: PretrainedConfig) -> int:
     longest = wanted or trained
     if longest is None:
         raise PageloomError("the model does not say how long it can be; set model.max_model_len")
+    if trained is not None and trained < 1:
+        raise PageloomError(
+            f"the model's configuration has max_position_embeddings {trained}, but it must be at "
+            "least 1"
+        )
+    if longest > LARGEST_SIZE:
+        raise PageloomError(
+            f"the model's configuration has max_position_embeddings {longest}; set "
+            "model.max_model_len to what is needed"
+        )
     if trained is not None and longest > trained:
         raise PageloomError(
             f"model.max_model_len is {longest}, but the model was made for {trained} tokens at most"

@@ -37,6 +37,7 @@ class OpenRequest:
         self._unfinished = dict.fromkeys(range(request.params.n))
         self.deliver: Callable[[CompletionChunk], None] = deliver or self.chunks.append
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._began = False
 
     @property
     def finished(self) -> bool:
@@ -44,6 +45,8 @@ class OpenRequest:
 
     def send(self, chunk: CompletionChunk) -> bool:
         """Deliver a chunk; False if whoever takes them raised, and so gets no more."""
+        if not self._began:
+            chunk.cached_tokens, self._began = self.request.cached_tokens, True
         try:
             self.deliver(chunk)
         except Exception:
@@ -66,7 +69,8 @@ class OpenRequest:
         if len(branch.output_token_ids) == 1:
             chunk.prompt_logprobs = self._take_prompt_logprobs()
         chunk.finish_reason = self.request.stop_reason_of(branch)
-        stopped_by_token = chunk.finish_reason == "stop"
+        ends = draw.token_id in self.request.stop_token_ids  # a guide may have ended it otherwise
+        stopped_by_token = chunk.finish_reason == "stop" and ends
         if stopped_by_token and draw.token_id in params.stop_token_ids:
             chunk.stop_reason = draw.token_id
         if detokenizer := self._detokenizers.get(index):
@@ -117,6 +121,7 @@ class OpenRequest:
         while self.chunks:
             chunk = self.chunks.popleft()
             outputs[chunk.index].extend(chunk)
+            whole.cached_tokens += chunk.cached_tokens
             if chunk.prompt_logprobs is not None:
                 whole.prompt_logprobs = chunk.prompt_logprobs
         return whole

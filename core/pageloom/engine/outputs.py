@@ -23,6 +23,7 @@ class CompletionChunk:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None  # one per token id, if asked for
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first, if asked for
+    cached_tokens: int = 0  # of the prompt, from the prefix cache; with the request's first chunk
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that stopped it; None for EOS
     score: float | None = None  # of a beam, see `pageloom.scheduling.beams.Hypothesis`
@@ -58,3 +59,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]  # n of them; of beams the best first
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    cached_tokens: int = 0  # of the prompt, from the prefix cache

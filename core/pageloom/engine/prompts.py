@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+# What `apply_chat_template` itself goes by, such as which template to use.
+NOT_VARIABLES = frozenset(
+    ["messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters]
+)
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -23,7 +30,7 @@ class PromptEncoder:
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int
     ) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_chars = 0
         if tokenizer is not None:
@@ -37,13 +44,47 @@ class PromptEncoder:
             return self._tokenize(prompt, add_special_tokens=True)
         return self._checked(prompt)
 
-    def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation by the model's chat template, up to where it answers."""
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text and nothing else."""
+        return self._tokenize(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, and so no text")
+        return str(self.tokenizer.decode(list(token_ids)))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        """Token ids of a conversation by the model's chat template, up to where it answers.
+
+        Without ``add_generation_prompt`` they end behind the last message, and with
+        ``continue_final_message`` within it. The template tells the model of ``tools``, each
+        of which is described as in OpenAI's API. ``variables`` are further ones of the template,
+        none of `NOT_VARIABLES`.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("this model has no chat template; use a plain prompt")
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        if not NOT_VARIABLES.isdisjoint(variables):
+            raise ValueError(f"{', '.join(variables)}: not all are variables of a chat template")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except Exception as error:  # a template is a program, and raises whatever Python does
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
         return self._tokenize(str(text), add_special_tokens=False)
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -67,9 +108,9 @@ class PromptEncoder:
         except TypeError as error:
             raise ValueError(f"a prompt is text or a list of token ids: {error}") from error
         for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self.vocab_size:
                 raise ValueError(
-                    f"prompt token id {token_id} is not in the vocabulary of {self._vocab_size} "
+                    f"prompt token id {token_id} is not in the vocabulary of {self.vocab_size} "
                     "tokens"
                 )
         return token_ids

@@ -24,6 +24,8 @@ class History(Protocol):
     def output_token_ids(self) -> Sequence[int]: ...
     @property
     def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def mask(self) -> bytes | None: ...
 
 
 def adjust_logits(logits: torch.Tensor, rows: Sequence[History]) -> None:
@@ -37,13 +39,14 @@ def adjust_logits(logits: torch.Tensor, rows: Sequence[History]) -> None:
 
 
 def _add_bias(logits: torch.Tensor, rows: Sequence[History]) -> None:
-    """Logit bias, and -inf for the tokens that would end a row before ``min_tokens``."""
+    """Logit bias, and -inf for the tokens that would end a row before ``min_tokens``. Those with
+    a mask are not banned here: `apply_masks` knows whether anything else may follow."""
     at: list[int] = []
     token_ids: list[int] = []
     biases: list[float] = []
     for i, row in enumerate(rows):
         bias = dict(row.params.logit_bias or {})
-        if len(row.output_token_ids) < row.params.min_tokens:
+        if row.mask is None and len(row.output_token_ids) < row.params.min_tokens:
             # Configurations may name end-of-sequence tokens that the embedding does not have.
             ends = (token for token in row.eos_token_ids if 0 <= token < logits.shape[1])
             bias.update(dict.fromkeys(ends, -math.inf))

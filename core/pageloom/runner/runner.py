@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import torch
 
 from pageloom.contract import AttentionBackend
-from pageloom.models.model import Model
+from pageloom.models.model import Attend, Model
 from pageloom.runner.batch import StepBatch, assemble_batch
+from pageloom.runner.graphs import DecodeGraphs
 from pageloom.runner.sampler import Sampler, SampleRow
 from pageloom.scheduling import Chunk, StepPlan
 from pageloom.scheduling.logprobs import TokenLogprobs
+from pageloom.scheduling.structured import GuideError
 
 # Rows of logits held at once for prompt logprobs: 256 rows of 128k float32 are 128 MiB.
 PROMPT_LOGPROB_ROWS = 256
@@ -67,6 +69,7 @@ class _DrawRow:
     index: int  # of the branch that the token is for
 
     def sample_row(self) -> SampleRow:
+        """Raises `GuideError` if nobody knows what may follow."""
         branch = self.result.chunk.branch
         request = branch.request
         return SampleRow(
@@ -75,6 +78,7 @@ class _DrawRow:
             branch.output_token_ids,
             request.eos_token_ids,
             self.index,
+            branch.guide.mask() if branch.guide is not None else None,
         )
 
 
@@ -89,12 +93,15 @@ class ModelRunner:
         sampler: Sampler,
         device: torch.device,
         host_blocks: int = 0,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """``host_blocks`` is the size of the planner's host pool."""
+        """``host_blocks`` is the size of the planner's host pool. ``graphs``, if any, compute the
+        steps that fit them; they are of the same model and backend."""
         self.model = model
         self.backend = backend
         self.sampler = sampler
         self.device = device
+        self.graphs = graphs
         # Takes memory only as its blocks are written.
         self._host = torch.empty(host_blocks, backend.bytes_per_block(), dtype=torch.uint8)
 
@@ -105,16 +112,27 @@ class ModelRunner:
 
         A chunk from whose logits nothing can be read fails alone, see `ChunkResult.failure`.
         """
-        self._move_blocks(plan)
-        if not plan.chunks:
+        computed = self.compute(plan)
+        if computed is None:
             return []
-        batch = assemble_batch(plan.chunks, self.backend.spec.block_size, self.device)
-        self.backend.plan(batch.attention)
-        hidden = self.model.forward(batch.token_ids, batch.positions, self.backend.forward)
+        batch, hidden = computed
         results = [ChunkResult(chunk) for chunk in batch.chunks]
         self._sample(batch, hidden, results)
         self._score_prompts(batch, hidden, results)
         return results
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> tuple[StepBatch, torch.Tensor] | None:
+        """What `run` does before anything is drawn: move blocks, and compute the chunks.
+
+        Returns the batch and the final hidden states of its rows, ``[T, hidden_size]``, valid until
+        the next step; None if the plan has no chunks.
+        """
+        self._move_blocks(plan)
+        if not plan.chunks:
+            return None
+        batch = assemble_batch(plan.chunks, self.backend.spec.block_size)
+        return batch, self._forward(batch)
 
     def _move_blocks(self, plan: StepPlan) -> None:
         # Whoever gives way may leave its blocks to whoever comes back, on both sides: read, then
@@ -130,14 +148,21 @@ class ModelRunner:
         if plan.copies:
             self.backend.copy_blocks(plan.copies)
 
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        """The hidden states ``[T, hidden_size]`` of a step, valid until the next."""
+        if self.graphs is not None and self.graphs.hold(batch):
+            return self.graphs.run(batch)
+        batch = batch.to(self.device)
+        self.backend.plan(batch.attention)
+        return self.model.forward(batch.token_ids, batch.positions, Attend.of(self.backend))
+
     def _sample(self, batch: StepBatch, hidden: torch.Tensor, results: list[ChunkResult]) -> None:
         sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.draws]
         if not sampling:
             return
-        rows = batch.last_rows
-        if len(sampling) < len(batch.chunks):
-            rows = rows[torch.tensor(sampling, device=self.device)]
-        logits = self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        if len(sampling) < len(hidden):
+            hidden = hidden[batch.last_rows[sampling].to(self.device)]
+        logits = self.model.logits(hidden)
         drawing: list[_DrawRow] = []
         beams: dict[int, list[tuple[int, ChunkResult]]] = {}  # by number of candidates
         for row, i in enumerate(sampling):
@@ -164,7 +189,13 @@ class ModelRunner:
 
     def _draw(self, logits: torch.Tensor, drawing: Sequence[_DrawRow]) -> None:
         """A token for each row of logits."""
-        sampled = self.sampler.sample(logits, [draw.sample_row() for draw in drawing])
+        rows, stuck = _sample_rows(drawing)
+        if stuck:
+            kept = [i for i in range(len(drawing)) if i not in stuck]
+            logits, drawing = logits[kept], [drawing[i] for i in kept]
+        if not rows:
+            return
+        sampled = self.sampler.sample(logits, rows)
         for draw, token_id, logprobs in zip(
             drawing, sampled.token_ids, sampled.logprobs, strict=True
         ):
@@ -200,6 +231,19 @@ class ModelRunner:
                     return result.fail(f"{where}: {NAN}")
             result.prompt_logprobs += scored
         return None
+
+
+def _sample_rows(drawing: Sequence[_DrawRow]) -> tuple[list[SampleRow], set[int]]:
+    """What each is drawn by; and those, already failed, for which there is no such row."""
+    rows: list[SampleRow] = []
+    stuck: set[int] = set()
+    for i, draw in enumerate(drawing):
+        try:
+            rows.append(draw.sample_row())
+        except GuideError as error:
+            stuck.add(i)
+            draw.result.fail(f"no token can be drawn by its grammar: {error}")
+    return rows, stuck
 
 
 def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

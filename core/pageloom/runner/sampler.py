@@ -12,6 +12,7 @@ from hashlib import blake2b
 import torch
 
 from pageloom.runner.logprobs import build_logprobs, score_tokens
+from pageloom.runner.masks import apply_masks
 from pageloom.runner.penalties import adjust_logits
 from pageloom.runner.transfer import to_host
 from pageloom.runner.truncation import truncate
@@ -28,6 +29,7 @@ class SampleRow:
     output_token_ids: Sequence[int]  # so far
     eos_token_ids: Collection[int]
     index: int = 0  # of the branch among those that share the seed
+    mask: bytes | None = None  # of a guide, see `pageloom.scheduling.structured.Guide.mask`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Sampler:
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else None  # a copy, before the logits are changed
         adjust_logits(logits, rows)
+        apply_masks(logits, rows)
         tokens, evidence = self._choose(logits, rows)
         results = [tokens.to(torch.int32), evidence]
         nums_top = [rows[i].params.logprobs or 0 for i in scored]

@@ -4,11 +4,14 @@ from pageloom.scheduling.params import SamplingParams
 from pageloom.scheduling.plan import Chunk, Limits, PreemptionMode, StepPlan
 from pageloom.scheduling.planner import Planner, PolicyError, RequestTooLargeError
 from pageloom.scheduling.request import Branch, FinishReason, Request
+from pageloom.scheduling.structured import Guide, GuideError, StructuredOutput
 
 __all__ = [
     "Branch",
     "Chunk",
     "FinishReason",
+    "Guide",
+    "GuideError",
     "Limits",
     "Planner",
     "PolicyError",
@@ -17,4 +20,5 @@ __all__ = [
     "RequestTooLargeError",
     "SamplingParams",
     "StepPlan",
+    "StructuredOutput",
 ]

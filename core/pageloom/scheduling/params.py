@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pageloom.scheduling.beams import EarlyStopping
+from pageloom.scheduling.structured import StructuredOutput
 
 MAX_N = 128
 MAX_BEAM_WIDTH = 64
@@ -34,6 +35,7 @@ NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "seed": (None,),
     "stop": ((),),
     "logprobs": (None,),
+    "structured": (None,),
 }
 
 
@@ -42,9 +44,9 @@ class SamplingParams:
     """Names and meanings are vLLM's; those of beam search are transformers'. Checked when made:
     `ValueError` names the field at fault.
 
-    The steps apply in this order: logit bias and the ban of ``min_tokens``; the penalties;
-    then, at temperature 0, the likeliest token, otherwise temperature, min_p, top_k and top_p,
-    each over what the one before left.
+    The steps apply in this order: logit bias and the bans of ``min_tokens`` and ``structured``;
+    the penalties; then, at temperature 0, the likeliest token, otherwise temperature, min_p, top_k
+    and top_p, each over what the one before left.
     """
 
     n: int = 1
@@ -123,6 +125,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens such as ``<|im_end|>`` out of the text."""
 
+    structured: StructuredOutput | None = None
+    """The form that the text must have: tokens that do not lead to it are never drawn, and
+    end-of-sequence tokens only where it is complete. The output ends where nothing can follow, even
+    before ``min_tokens``; cut off by ``max_tokens``, a stop string or a stop token it may be
+    incomplete. Log-probabilities stay those of the model. Not with beams or ``ignore_eos``. A
+    mapping of the fields of `StructuredOutput` will do."""
+
     def __post_init__(self) -> None:
         self._check_integer("n", 1, MAX_N)
         if self.beam_width is not None:
@@ -157,6 +166,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self._checked_bias())
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "stop_token_ids", self._checked_stop_tokens())
+        object.__setattr__(self, "structured", self._checked_structured())
         self._check_beam_search()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,6 +239,24 @@ class SamplingParams:
                     f"{name} is {shown!r}, but beam search does not support it; leave it at its "
                     "default, or leave out beam_width"
                 )
+
+    def _checked_structured(self) -> StructuredOutput | None:
+        wanted = self.structured
+        if isinstance(wanted, Mapping):
+            try:
+                wanted = StructuredOutput(**wanted)
+            except TypeError as error:
+                raise ValueError(f"structured is not a kind and a text: {error}") from error
+        if wanted is None:
+            return None
+        if not isinstance(wanted, StructuredOutput):
+            raise self._wrong("structured", "a StructuredOutput, or None")
+        if self.ignore_eos:
+            raise ValueError(
+                "structured says where an output ends, and ignore_eos that it goes on; leave out "
+                "either"
+            )
+        return wanted
 
     def _checked_bias(self) -> Mapping[int, float] | None:
         if self.logit_bias is None:

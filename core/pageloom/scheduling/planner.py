@@ -156,7 +156,7 @@ class Planner:
             request.fork()
         branches = request.branches[:] if len(token_ids) > 1 else [chunk.branch]
         for branch, token_id in zip(branches, token_ids, strict=True):
-            branch.output_token_ids.append(token_id)
+            branch.append(token_id)
         self._note_first_token(request)
         return branches
 

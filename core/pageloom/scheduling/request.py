@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pageloom.memory import BlockKey, BlockPool, BlockTable, block_key, root_hash
 from pageloom.scheduling.beams import BeamSearch
 from pageloom.scheduling.params import SamplingParams
+from pageloom.scheduling.structured import Guide
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -26,6 +27,7 @@ class Branch:
 
     __slots__ = (
         "_keys",
+        "guide",
         "index",
         "num_computed",
         "output_token_ids",
@@ -34,10 +36,13 @@ class Branch:
         "table",
     )
 
-    def __init__(self, request: Request, index: int, table: BlockTable) -> None:
+    def __init__(
+        self, request: Request, index: int, table: BlockTable, guide: Guide | None = None
+    ) -> None:
         self.request = request
         self.index = index
         self.table = table
+        self.guide = guide  # of its output, with which it goes wherever that goes
         self.output_token_ids: list[int] = []
         self.num_computed = 0  # tokens whose KV is in the table's blocks
         self.recompute_until = 0  # tokens that were computed before a preemption dropped them
@@ -53,12 +58,19 @@ class Branch:
 
     def fork(self, index: int) -> Branch:
         """Another branch with the same tokens in the same blocks."""
-        fork = Branch(self.request, index, self.table.fork())
+        guide = self.guide.fork() if self.guide is not None else None
+        fork = Branch(self.request, index, self.table.fork(), guide)
         fork.output_token_ids = self.output_token_ids[:]
         fork.num_computed = self.num_computed
         fork.recompute_until = self.recompute_until
         fork._keys = self._keys[:]
         return fork
+
+    def append(self, token_id: int) -> None:
+        """Take in the next token of the output."""
+        self.output_token_ids.append(token_id)
+        if self.guide is not None:
+            self.guide.advance(token_id)
 
     def drop(self) -> None:
         """Give the blocks back; everything computed so far is pending again."""
@@ -97,6 +109,7 @@ class Request:
         "finished_tokens",
         "first_scheduled_time",
         "first_token_time",
+        "guide",
         "max_tokens",
         "metadata",
         "num_preemptions",
@@ -125,6 +138,7 @@ class Request:
         user: str = "",
         metadata: Mapping[str, Any] = MappingProxyType({}),
         cache_salt: str = "",
+        guide: Guide | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -137,6 +151,9 @@ class Request:
         self.priority = priority
         self.user = user
         self.metadata = MappingProxyType(dict(metadata))
+        if guide is not None and params.beam_width is not None:
+            raise ValueError("a guide does not go with beam_width; leave out either")
+        self.guide = guide  # at the beginning of an output
         self.max_tokens = 0  # set on arrival, when it is known what there is room for
         self.root_hash = root_hash(cache_salt)
         self.seats = params.beam_width or params.n  # branches that it has or will have
@@ -155,7 +172,7 @@ class Request:
     def open(self, pool: BlockPool, block_size: int, max_tokens: int) -> None:
         """Make the first branch; its table is empty until the request is admitted."""
         self.max_tokens = max_tokens
-        self.branches = [Branch(self, 0, BlockTable(pool, block_size))]
+        self.branches = [Branch(self, 0, BlockTable(pool, block_size), self.guide)]
         if self.params.beam_width is not None:
             self.beams = BeamSearch(
                 self.params.beam_width,
@@ -189,7 +206,7 @@ class Request:
             self.branches.append(parents[chosen] if lives_on else parents[chosen].fork(index))
         for index, (branch, (_, token_id)) in enumerate(zip(self.branches, choices, strict=True)):
             branch.index = index
-            branch.output_token_ids.append(token_id)
+            branch.append(token_id)
         for chosen, parent in enumerate(parents):
             if chosen not in first:
                 parent.table.release()
@@ -213,6 +230,8 @@ class Request:
         count = len(branch.output_token_ids)
         last = branch.output_token_ids[-1]
         if last in self.stop_token_ids and count >= self.params.min_tokens:
+            return "stop"
+        if branch.guide is not None and branch.guide.finished:
             return "stop"
         return "length" if count >= self.max_tokens else None
 
