@@ -171,7 +171,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "configs": {
             side.name: {
                 "path": side.path,
-                "config": asdict(side.config),
+                "config": side.config.shown(),
                 "engine": asdict(side.engine.info),
                 "memory": asdict(side.engine.memory),
             }

@@ -1,0 +1,1 @@
+"""``pageloom bench serve``: load over HTTP on any server of the OpenAI API."""
