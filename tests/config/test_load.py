@@ -194,3 +194,10 @@ def test_the_configurations_that_come_with_pageloom_are_right(name, request):
     assert config.scheduler.policy == "fcfs"
     if name == "smollm2":
         assert config.model.path.endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def test_api_keys_are_not_shown(load):
+    config = load(MINIMAL + "\nserver: {api_keys: [sk-1, sk-2]}")
+    assert config.server.api_keys == ["sk-1", "sk-2"]
+    assert "sk-" not in render(config)
+    assert config.shown()["server"]["api_keys"] == ["(hidden)", "(hidden)"]

@@ -12,10 +12,10 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
     ("line", "reported"),
     [
         ("schedulr: {policy: plain}", 'c.yaml:3: schedulr = {"policy": "plain"}: unknown key; '
-         "expected one of model, scheduler, attention, kv_cache, plugins, runtime; "
+         "expected one of model, scheduler, attention, kv_cache, plugins, runtime, server; "
          "did you mean scheduler?"),
         ("runtime: {sed: 1}", "c.yaml:3: runtime.sed = 1: unknown key; expected one of device, "
-         "num_threads, seed, debug; did you mean seed?"),
+         "num_threads, enforce_eager, seed, debug; did you mean seed?"),
         ("kv_cache: {num_blocks: abc}", 'c.yaml:3: kv_cache.num_blocks = "abc": expected an '
          "integer of at least 1, or null"),
         ("kv_cache: {num_blocks: 2.5}", "c.yaml:3: kv_cache.num_blocks = 2.5: expected an integer "
@@ -50,11 +50,11 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("kv_cache: {options: [1]}", "c.yaml:3: kv_cache.options = [1]: expected a "
          "mapping"),
         ("runtime: 5", "c.yaml:3: runtime = 5: expected a mapping with some of device, "
-         "num_threads, seed, debug"),
+         "num_threads, enforce_eager, seed, debug"),
         ("runtime:", "c.yaml:3: runtime = null: expected a mapping with some of device, "
-         "num_threads, seed, debug"),
+         "num_threads, enforce_eager, seed, debug"),
         ("runtime: [seed]", 'c.yaml:3: runtime = ["seed"]: expected a mapping with some of '
-         "device, num_threads, seed, debug"),
+         "device, num_threads, enforce_eager, seed, debug"),
         ("runtime: {seed: '${env:UNSET_X}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X}": the '
          "environment variable UNSET_X is not set; set it, or write ${env:UNSET_X,DEFAULT}"),
         ("runtime: {seed: '${env:UNSET_X,y}'}", 'c.yaml:3: runtime.seed = "${env:UNSET_X,y}": '
@@ -99,7 +99,8 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("runtime.seed: 1", "c.yaml:3: runtime.seed = 1: a dot does not nest in a file; expected "
          "'runtime:' with 'seed:' indented below it"),
         ("max_num_seqs: 4", "c.yaml:3: max_num_seqs = 4: unknown key; expected one of model, "
-         "scheduler, attention, kv_cache, plugins, runtime; did you mean scheduler.max_num_seqs?"),
+         "scheduler, attention, kv_cache, plugins, runtime, server; did you mean "
+         "scheduler.max_num_seqs?"),
         ("runtime: {seed: 1, seed: 2}", "c.yaml:3: runtime.seed: given twice; it also stands in "
          "line 3"),
         ("runtime: {1: 2}", "c.yaml:3: runtime: a key that is not text; put it in quotes"),
@@ -142,9 +143,9 @@ def test_one_wrong_line_is_one_exact_report(problems, write, monkeypatch, line, 
         ("runtime.seed=[1", "--set runtime.seed=[1: runtime.seed: not valid YAML: while parsing a "
          "flow sequence, expected ',' or ']', but got '<stream end>'"),
         ("runtime.sed=1", "--set runtime.sed=1: runtime.sed = 1: unknown key; expected one of "
-         "device, num_threads, seed, debug; did you mean seed?"),
+         "device, num_threads, enforce_eager, seed, debug; did you mean seed?"),
         ("runtime=1", "--set runtime=1: runtime = 1: expected a mapping with some of device, "
-         "num_threads, seed, debug"),
+         "num_threads, enforce_eager, seed, debug"),
         ("runtime.seed.x=1", '--set runtime.seed.x=1: runtime.seed = {"x": 1}: expected an'
          " integer of at least 0"),
         ("runtime.seed=abc", '--set runtime.seed=abc: runtime.seed = "abc": expected an integer '
@@ -164,12 +165,12 @@ def test_one_wrong_line_is_one_exact_report(problems, write, monkeypatch, line, 
          "KV quantizer is loaded; expected null"),
         ("extends=a.yaml", "--set extends=a.yaml: extends: it belongs in a file"),
         ("foo.bar=1", "--set foo.bar=1: foo.bar = 1: unknown key; expected one of model, "
-         "scheduler, attention, kv_cache, plugins, runtime"),
+         "scheduler, attention, kv_cache, plugins, runtime, server"),
         ("MAX_num_seqs=4", "--set MAX_num_seqs=4: MAX_num_seqs = 4: unknown key; expected one of "
-         "model, scheduler, attention, kv_cache, plugins, runtime; did you mean "
+         "model, scheduler, attention, kv_cache, plugins, runtime, server; did you mean "
          "scheduler.max_num_seqs?"),
         ("runtime.SEED=1", "--set runtime.SEED=1: runtime.SEED = 1: unknown key; expected one of "
-         "device, num_threads, seed, debug; did you mean seed?"),
+         "device, num_threads, enforce_eager, seed, debug; did you mean seed?"),
         ("runtime.seed=\nx", '--set runtime.seed=\\nx: runtime.seed = "x": expected an integer of '
          "at least 0"),
         ("runtime.seed=" + "x" * 99, "--set runtime.seed=" + "x" * 64 + '...: runtime.seed = "'

@@ -36,8 +36,21 @@ PUBLIC_OPTIONS = {
     "plugins.deny": [],
     "runtime.device": "auto",
     "runtime.num_threads": None,
+    "runtime.enforce_eager": False,
     "runtime.seed": 0,
     "runtime.debug": False,
+    "server.host": "127.0.0.1",
+    "server.port": 8000,
+    "server.model_name": None,
+    "server.api_keys": [],
+    "server.api_key_file": None,
+    "server.max_waiting": 1024,
+    "server.max_body": "16MiB",
+    "server.drain_seconds": 30.0,
+    "server.stall_seconds": 60.0,
+    "server.restart_engine": False,
+    "server.tool_parser": "auto",
+    "server.unknown_fields": "refuse",
 }
 
 

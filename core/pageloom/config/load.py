@@ -70,6 +70,8 @@ class _Draft:
 
     def apply(self, layer: Layer) -> None:
         for picker in PICKERS:
+            if not picker.has_options:
+                continue
             values = layer.values.get(picker.section)
             section: Any = OmegaConf.to_container(self.tree[picker.section], resolve=False)
             if isinstance(values, dict) and values.get(picker.field, ABSENT) not in (

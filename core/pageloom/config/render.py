@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +15,12 @@ _COLUMN = 48
 
 
 def render(config: Config) -> str:
-    """The resolved configuration, every key with a comment that says where it came from."""
+    """The resolved configuration, every key with a comment that says where it came from. API keys
+    are hidden."""
     lines = []
-    for section in dataclasses.fields(config):
-        lines.append(f"{section.name}:")
-        values = dataclasses.asdict(getattr(config, section.name))
-        lines += _lines(values, section.name, "  ", config.origins)
+    for section, values in config.shown().items():
+        lines.append(f"{section}:")
+        lines += _lines(values, section, "  ", config.origins)
     return "\n".join(lines) + "\n"
 
 

@@ -7,12 +7,13 @@ The values are what `load_config` leaves: interpolations resolved, types convert
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pageloom.config.rules import (
     FRACTION,
     SIZE,
+    Rule,
     at_least,
     between,
     matching,
@@ -22,6 +23,7 @@ from pageloom.config.rules import (
 )
 from pageloom.plugins import Plugins
 
+HIDDEN = "(hidden)"
 REQUIRED = "???"  # OmegaConf's mark for a value that must be given
 
 _NOT_EMPTY = matching(r"(?s).+", "text that is not empty")
@@ -123,8 +125,49 @@ class RuntimeConfig:
         "CPU threads of the whole process, every engine in it; null leaves it to torch.",
         between(1, 1024),  # beyond some thousands, OpenMP ends the process
     )
+    enforce_eager: bool = option(
+        False, "Whether a GPU is given decode steps kernel by kernel, not as CUDA graphs."
+    )
     seed: int = option(0, "Seeds sampling of requests that bring no seed.", at_least(0))
     debug: bool = option(False, "Check the integrity of the KV blocks whenever the engine is idle.")
+
+
+@dataclass
+class ServerConfig:
+    """What ``pageloom serve`` listens to, and what it lets in."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every one.", _NOT_EMPTY)
+    port: int = option(8000, "TCP port; 0 takes any that is free.", between(0, 65535))
+    model_name: str | None = option(
+        None, "What clients call the model; null takes the last part of model.path.", _NOT_EMPTY
+    )
+    api_keys: list[str] = option([], "Keys that let a client in; with none, all are let in.")
+    api_key_file: str | None = option(None, "File with further keys, one per line.", _NOT_EMPTY)
+    max_waiting: int | None = option(
+        1024, "Most requests that wait; more get status 429. null for no limit.", at_least(1)
+    )
+    max_body: int | str = option("16MiB", "Largest body of a request.", SIZE)
+    drain_seconds: float = option(
+        30.0, "How long open requests may go on after SIGTERM.", Rule("0 or more", lambda v: v >= 0)
+    )
+    stall_seconds: float = option(
+        60.0,
+        "How long a client may send nothing of its request, or take nothing of its answer, before "
+        "its connection is ended.",
+        Rule("a number above 0", lambda v: v > 0),
+    )
+    restart_engine: bool = option(False, "Whether an engine that died is started again.")
+    tool_parser: str = option(
+        "auto", "How the model calls tools; auto asks each parser about the chat template."
+    )
+    unknown_fields: str = option(
+        "refuse", "What becomes of fields that are not known.", one_of("refuse", "ignore")
+    )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body` in bytes."""
+        return parse_size(self.max_body)
 
 
 @dataclass
@@ -137,12 +180,19 @@ class Config:
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         # Not a field: where each given key came from, "file:line" or "--set KEY=VALUE".
         self.origins: dict[str, str] = {}
         # Not a field: the plugins that its components were looked up in.
         self.loaded_plugins = Plugins()
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """All values by section, with keys that let somebody in left out."""
+        values = asdict(self)
+        values["server"]["api_keys"] = [HIDDEN] * len(self.server.api_keys)
+        return values
 
 
 @dataclass(frozen=True)
@@ -154,6 +204,7 @@ class Picker:
     kind: str  # of `pageloom.plugins.KINDS`
     unpicked: str | None  # the value with which no component is named yet
     optional: bool = False  # whether it may stay without a component
+    has_options: bool = True  # whether the section has ``options`` of the component
 
     @property
     def key(self) -> str:
@@ -165,4 +216,5 @@ PICKERS = (
     Picker("scheduler", "policy", "scheduler", unpicked=None),
     Picker("attention", "backend", "attention_backend", unpicked="auto"),
     Picker("kv_cache", "quantizer", "kv_quantizer", unpicked=None, optional=True),
+    Picker("server", "tool_parser", "tool_parser", unpicked="auto", has_options=False),
 )
