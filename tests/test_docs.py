@@ -11,6 +11,7 @@ import pytest
 import pageloom.contract.loader
 import pageloom.contract.quantizer
 import pageloom.contract.scheduler
+import pageloom.contract.tools
 from pageloom.contract import Scheduler
 from simulation import make_request, simulate
 
@@ -86,6 +87,20 @@ def test_the_loader_example_loads(tmp_path):
     (named,) = loader(loader.Config(), str(tmp_path)).tensors()
     assert named[0] == "a"
     assert named[1].shape == (2, 3)
+
+
+def test_the_tool_parser_example_finds_a_call():
+    from pageloom.contract import CallPiece, ToolParser
+
+    kind = subclass_in(execute(example_of(pageloom.contract.tools)), ToolParser)
+    called, said = kind(), kind()
+    called.feed("CALL weather ")
+    called.feed("paris")
+    assert called.finish() == [CallPiece(0, "weather"), CallPiece(0, None, '{"word": "paris"}')]
+    said.feed("It is warm.")
+    assert said.finish() == ["It is warm."]
+    assert kind.detect("Write CALL NAME")
+    assert "weather" in kind.grammar([{"name": "weather", "parameters": {}}], False, [])
 
 
 def test_the_readme_python_runs(capsys, monkeypatch):

@@ -48,6 +48,8 @@ def test_every_component_that_comes_with_pageloom_is_registered_like_anyones(sit
         ("weight_loader", "hf"),
         ("weight_loader", "gguf"),
         ("weight_loader", "dummy"),
+        ("tool_parser", "hermes"),
+        ("tool_parser", "llama3_json"),
     }
 
 
@@ -106,12 +108,12 @@ def test_a_class_that_cannot_be_used_is_reported_with_its_owner(site, target, re
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        (None, r'does not state .* needs contract_version = "1\.0"'),
+        (None, r'does not state .* needs contract_version = "1\.1"'),
         ('"one"', r"contract_version is 'one', which is not of the form"),
         ("1.0", r"contract_version is 1\.0, which is not of the form"),
-        ('"2.0"', r"contract 2\.0 and this engine has 1\.0, another major version"),
-        ('"0.9"', r"contract 0\.9 and this engine has 1\.0, another major version"),
-        ('"1.7"', r"contract 1\.7 and this engine has 1\.0; upgrade pageloom"),
+        ('"2.0"', r"contract 2\.0 and this engine has 1\.1, another major version"),
+        ('"0.9"', r"contract 0\.9 and this engine has 1\.1, another major version"),
+        ('"1.7"', r"contract 1\.7 and this engine has 1\.1; upgrade pageloom"),
     ],
 )
 def test_a_plugin_for_another_contract_is_refused_by_name(site, caplog, version, reason):
@@ -127,8 +129,9 @@ def test_a_plugin_for_another_contract_is_refused_by_name(site, caplog, version,
     assert str(failure) in caplog.messages
 
 
-def test_the_engines_own_contract_version_is_accepted(site):
-    site.install("pageloom-same", {"same": source(version=CONTRACT_VERSION)}, same="same")
+@pytest.mark.parametrize("version", ["1.0", CONTRACT_VERSION])
+def test_the_engines_own_contract_version_is_accepted_and_older_ones_are(site, version):
+    site.install("pageloom-same", {"same": source(version=version)}, same="same")
     assert Plugins.load(allow=["same"]).failures == []
 
 

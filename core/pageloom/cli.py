@@ -16,6 +16,8 @@ from pageloom.commands.chat import chat
 from pageloom.commands.config import config
 from pageloom.commands.generate import generate
 from pageloom.commands.plugins import plugins
+from pageloom.commands.quantize import quantize
+from pageloom.commands.serve import serve
 from pageloom.errors import PageloomError, one_line
 
 app = typer.Typer(
@@ -27,8 +29,10 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(plugins)
 app.command()(config)
+app.command()(quantize)
 app.add_typer(bench, name="bench")
 
 

@@ -28,6 +28,7 @@ from pageloom.contract import (
     AttentionBackend,
     KVQuantizer,
     Scheduler,
+    ToolParser,
     WeightLoader,
     hooks,
 )
@@ -61,6 +62,7 @@ KINDS: Mapping[str, type] = {
     "attention_backend": AttentionBackend,
     "kv_quantizer": KVQuantizer,
     "weight_loader": WeightLoader,
+    "tool_parser": ToolParser,
 }
 OBSERVERS = ("engine_started", "step_finished", "request_finished")
 

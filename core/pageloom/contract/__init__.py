@@ -45,12 +45,14 @@ from pageloom.contract.scheduler import (
     Scheduler,
     SchedulerView,
 )
+from pageloom.contract.tools import CallPiece, ToolParser
 
 __all__ = [
     "CONTRACT_VERSION",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionSpec",
+    "CallPiece",
     "Component",
     "EngineInfo",
     "KVQuantizer",
@@ -63,6 +65,7 @@ __all__ = [
     "Scheduler",
     "SchedulerView",
     "StepRecord",
+    "ToolParser",
     "VectorLayout",
     "WeightLoader",
     "hookimpl",

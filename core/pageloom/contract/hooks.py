@@ -13,7 +13,7 @@ import pluggy
 if TYPE_CHECKING:
     from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
 
-CONTRACT_VERSION = "1.0"
+CONTRACT_VERSION = "1.1"
 
 hookspec = pluggy.HookspecMarker("pageloom")
 hookimpl = pluggy.HookimplMarker("pageloom")
@@ -53,6 +53,11 @@ def register_kv_quantizers(register: Register) -> None:
 @hookspec
 def register_weight_loaders(register: Register) -> None:
     """Register `WeightLoader` classes, picked by ``model.loader`` or by `detect`. New in 1.0."""
+
+
+@hookspec
+def register_tool_parsers(register: Register) -> None:
+    """Register `ToolParser` classes, picked by ``server.tool_parser`` or `detect`. New in 1.1."""
 
 
 # Observers, called in the engine's thread. They must return quickly and must not raise: an

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+MOST_LAYERS = 10_000  # `transformers` makes lists of as many entries
 HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model")
 """What to fetch besides weights."""
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -81,6 +82,9 @@ def read_config(file: Path, trust_remote_code: bool) -> PretrainedConfig:
     kind = content.get("model_type")
     if not isinstance(kind, str | None):
         raise ValueError(f"{file} has model_type {kind!r}, which is not text")
+    layers = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"{file} has num_hidden_layers {layers}, but at most {MOST_LAYERS} can be")
     known = kind in CONFIG_MAPPING
     if "auto_map" in content and not known and not trust_remote_code:
         raise ValueError(

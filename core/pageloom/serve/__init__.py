@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server. The engine steps in a process of its own beside it."""

@@ -1,0 +1,169 @@
+"""The HTTP application: which path leads where, and how errors are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from pageloom.serve import http_metrics, tokens
+from pageloom.serve.chat import Chat
+from pageloom.serve.client import EngineDiedError
+from pageloom.serve.completions import Completion
+from pageloom.serve.description import describe_bodies
+from pageloom.serve.errors import (
+    APIError,
+    client_left,
+    engine_died,
+    internal_error,
+    stalled,
+)
+from pageloom.serve.gate import error_response
+from pageloom.serve.generation import peek, while_connected
+from pageloom.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from pageloom.serve.service import Service
+from pageloom.serve.sse import EventStream
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def create_app(service: Service) -> FastAPI:
+    """Every endpoint of one engine."""
+    app = FastAPI(title="Pageloom", version=version("pageloom"), docs_url=None, redoc_url=None)
+    _add_error_handlers(app)
+    takes = describe_bodies(app)
+
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = await _read(request, CompletionRequest, service)
+        return await _answer(request, await Completion.prepare(service, body), body.stream)
+
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = await _read(request, ChatCompletionRequest, service)
+        return await _answer(request, await Chat.prepare(service, body), body.stream)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return service.card()
+
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await _read(request, TokenizeRequest, service)
+        return await tokens.tokenize(service, body)
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await _read(request, DetokenizeRequest, service)
+        return await tokens.detokenize(service, body)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return tokens.tokenizer_info(service)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not service.client.is_alive or service.draining:
+            raise APIError("the engine is not running", 503, "server_error", code="engine")
+        return Response()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        found = await service.client.inspect()
+        return Response(
+            found.metrics + found.live_metrics() + http_metrics.exposition(),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version("pageloom")}
+
+    return app
+
+
+async def _read(request: Request, model: type[Body], service: Service) -> Body:
+    """The body of a request. Raises `APIError` for what is too large or not as ``model`` says."""
+    data = await _body(request, service)
+    strict = service.config.unknown_fields == "refuse"
+    try:
+        return model.model_validate_json(data, extra=None if strict else "ignore")
+    except ValidationError as error:
+        raise _unfit(error) from error
+
+
+async def _body(request: Request, service: Service) -> bytes:
+    """Raises `APIError` for more than is allowed, and for a client that stops in the middle."""
+    config, data, parts = service.config, bytearray(), aiter(request.stream())
+    try:
+        while part := await asyncio.wait_for(anext(parts, b""), config.stall_seconds):
+            data += part
+            if len(data) > config.max_body_bytes:
+                raise APIError(f"the body is larger than {config.max_body} (server.max_body)", 413)
+    except TimeoutError as error:
+        raise stalled(config.stall_seconds) from error
+    except ClientDisconnect as error:
+        raise client_left() from error
+    return bytes(data)
+
+
+def _unfit(error: ValidationError) -> APIError:
+    """The first fault, by the name of its field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    param = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        return APIError(f"there is no field {where!r} here", param=param, code="unknown_field")
+    if first["type"] == "json_invalid":
+        return APIError("the body is not valid JSON")
+    return APIError(f"{where}: {first['msg']}" if where else first["msg"], param=param)
+
+
+async def _answer(request: Request, call: Completion | Chat, stream: bool) -> Response:
+    if not stream:
+        return JSONResponse(await while_connected(request, call.whole()))
+    bodies = await while_connected(request, peek(call.stream()))
+    return EventStream(bodies)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, APIError)
+        return error_response(error)
+
+    async def http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = APIError(str(error.detail), error.status_code).body()
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    async def engine_gone(_: Request, error: Exception) -> Response:
+        return error_response(engine_died())
+
+    async def defect(_: Request, error: Exception) -> Response:
+        return error_response(internal_error())  # it is raised again, and logged by the gate
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        APIError: api_error,
+        HTTPException: http_error,
+        EngineDiedError: engine_gone,
+        Exception: defect,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

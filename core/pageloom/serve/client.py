@@ -1,0 +1,272 @@
+"""The server's end of the engine process: starts it, feeds it, and knows when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pageloom.contract import EngineInfo
+from pageloom.engine.outputs import CompletionChunk
+from pageloom.scheduling import SamplingParams
+from pageloom.serve import logs
+from pageloom.serve.request_id import request_id
+from pageloom.serve.wire import (
+    Abort,
+    Failed,
+    FromEngine,
+    Inspect,
+    Inspection,
+    Ready,
+    Refused,
+    Steps,
+    Submit,
+    ToEngine,
+    Unpacker,
+    pack,
+)
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 1 << 18
+PATIENCE = 10.0  # seconds from closing the connection to killing the process
+
+
+class EngineDiedError(RuntimeError):
+    """The engine process ended while a request was open, or is not there, or cannot start."""
+
+
+class RequestRefusedError(ValueError):
+    """The engine did not take a request; the message says what its client can change."""
+
+
+class EngineClient:
+    """Requests to an engine that runs in a process of its own.
+
+    `start` once; everything else from the same event loop. `died` is set when the process has
+    ended without being told to; every open stream has raised `EngineDiedError` by then.
+    """
+
+    def __init__(self, config: str, overrides: Sequence[str] = (), log_level: str = "") -> None:
+        self._config, self._overrides = config, list(overrides)
+        self._log_level = log_level or logging.getLevelName(log.getEffectiveLevel())
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._streams: dict[str, asyncio.Queue[CompletionChunk | Exception]] = {}
+        self._waiting: set[str] = set()
+        self._inspections: list[asyncio.Future[Inspection]] = []
+        self._ids = itertools.count()
+        self._stopping = False
+        self._ready: Ready | None = None
+        self.died = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._hello.info
+
+    @property
+    def vocab_size(self) -> int:
+        return self._hello.vocab_size
+
+    @property
+    def _hello(self) -> Ready:
+        if self._ready is None:
+            raise EngineDiedError("the engine is not ready")
+        return self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended yet."""
+        return len(self._streams)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have had no chunk yet."""
+        return len(self._waiting)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Returns when the model is loaded. Raises `EngineDiedError`, which says why, if it cannot
+        be; and then, as when this is cancelled, no process is left."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pageloom.serve.worker"),
+                *("--socket", str(theirs.fileno()), "--log-level", self._log_level),
+                *("--log-format", logs.configured()),
+                *("--", self._config, *self._overrides),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the server, which drains first
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            messages = _messages(reader)
+            first = await anext(messages, None)
+            if not isinstance(first, Ready):
+                raise await self._not_ready(first)
+        except BaseException:
+            self.kill()
+            writer.close()
+            raise
+        self._ready, self._writer = first, writer
+        self.died.clear()
+        self._reading = asyncio.create_task(self._read(messages))
+
+    async def _not_ready(self, first: FromEngine | None) -> EngineDiedError:
+        if isinstance(first, Failed):
+            return EngineDiedError(first.reason)
+        assert self._process is not None
+        how = _how_it_ended(await self._process.wait())
+        return EngineDiedError(f"the engine process {how} before its model was loaded")
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str = "",
+    ) -> AsyncIterator[CompletionChunk]:
+        """Chunks as they come, up to the last of each output. Closing the iterator aborts.
+
+        Raises `RequestRefusedError` and `EngineDiedError`.
+        """
+        name = f"{request_id.get() or 'request'}-{next(self._ids)}"
+        queue: asyncio.Queue[CompletionChunk | Exception] = asyncio.Queue()
+        self._send(Submit(name, list(prompt), to_fields(params), priority, user, cache_salt))
+        self._streams[name] = queue
+        self._waiting.add(name)
+        unfinished = params.n
+        try:
+            while unfinished:
+                chunk = await queue.get()
+                if isinstance(chunk, Exception):
+                    unfinished = 0
+                    raise chunk
+                unfinished -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._streams.pop(name, None)
+            self._waiting.discard(name)
+            if unfinished and self.is_alive:
+                self._send(Abort(name))
+
+    async def inspect(self) -> Inspection:
+        """Raises `EngineDiedError`."""
+        answer: asyncio.Future[Inspection] = asyncio.get_running_loop().create_future()
+        self._send(Inspect())
+        self._inspections.append(answer)
+        return await answer
+
+    async def stop(self) -> None:
+        """End the process, and with it what is open. Safe to call twice."""
+        self._stopping = True
+        if self._process is None:
+            return
+        if self._writer is not None:
+            self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), PATIENCE)
+        except TimeoutError:
+            log.warning("the engine process does not end and is killed")
+            self.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _read(self, messages: AsyncIterator[FromEngine]) -> None:
+        try:
+            async for message in messages:
+                self._receive(message)
+        except Exception:
+            log.exception("the engine process sent what cannot be read")
+            self.kill()
+        self._end()
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, Steps):
+            for chunk in message.chunks:
+                if queue := self._streams.get(chunk.request_id):
+                    self._waiting.discard(chunk.request_id)
+                    queue.put_nowait(chunk)
+        elif isinstance(message, Refused):
+            if queue := self._streams.get(message.id):
+                queue.put_nowait(RequestRefusedError(message.reason))
+        elif isinstance(message, Inspection) and self._inspections:
+            answer = self._inspections.pop(0)
+            if not answer.done():
+                answer.set_result(message)
+
+    def _end(self) -> None:
+        """The connection is closed: whoever waits is told at once."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        failure = EngineDiedError("the engine process ended")
+        for queue in self._streams.values():
+            queue.put_nowait(failure)
+        for answer in self._inspections:
+            if not answer.done():
+                answer.set_exception(failure)
+        self._inspections.clear()
+        if not self._stopping:
+            log.error("the connection to the engine process (pid %s) has ended", self.pid)
+            self.kill()  # in case it still runs
+            self.died.set()
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise EngineDiedError("the engine process is not running")
+        self._writer.write(pack(message))
+
+
+def to_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from their defaults, as plain values."""
+    found = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if isinstance(value, Mapping):
+            value = dict(value)
+        if value != field.default:
+            found[field.name] = value
+    return found
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[FromEngine]:
+    unpacker = Unpacker(FromEngine)
+    while True:
+        try:
+            data = await reader.read(RECEIVE_BYTES)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        for message in unpacker.feed(data):
+            yield message

@@ -1,0 +1,126 @@
+"""Real server processes for the tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parent.parent.parent
+PATIENCE = 120.0  # seconds for a server to start or to end on a busy machine
+
+
+@dataclass
+class ServerProcess:
+    """``pageloom serve`` in a process of its own. ``log`` is what it has written to stderr."""
+
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+    url: str = ""  # http://HOST:PORT, without /v1
+
+    def read(self) -> None:
+        """Gather the log until the process has closed it."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line.rstrip("\n"))
+            if found := re.search(r"served at (http://\S+)/v1", line):
+                self.url = found[1]
+
+    def client(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+
+    def metric(self, name: str) -> float:
+        """A sample of ``/metrics`` that has no labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(line.split()[1])
+
+    def wait_until_idle(self) -> None:
+        """Returns when no request is open in the engine and it holds no block."""
+        wait_for(
+            lambda: (
+                not (self.metric("pageloom_open_requests") or self.metric("pageloom_blocks_used"))
+            )
+        )
+        assert self.metric("pageloom_blocks_lost") == 0
+
+    def engine_pid(self) -> int:
+        return child_of(self.process.pid)
+
+    def end(self) -> int:
+        """The exit code; SIGTERM first, if it still runs."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(PATIENCE)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Returns once ``condition`` holds; fails if it does not within minutes."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for does not come"
+        time.sleep(0.02)
+
+
+def child_of(pid: int) -> int:
+    """The only child process, once there is one."""
+    found: list[str] = []
+
+    def looked() -> bool:
+        found[:] = subprocess.run(
+            ["pgrep", "-P", str(pid)], capture_output=True, text=True
+        ).stdout.split()
+        return bool(found)
+
+    wait_for(looked)
+    return int(found[0])
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, other than a zombie."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip() not in ("", "Z", "Zs")
+
+
+@contextmanager
+def start_server(
+    config: Path, *overrides: str, options: Sequence[str] = ()
+) -> Iterator[ServerProcess]:
+    """A server that answers, on a port of its own. It is ended on the way out."""
+    process = launch(config, overrides, options)
+    server = ServerProcess(process)
+    reader = threading.Thread(target=server.read, daemon=True)
+    reader.start()
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not server.url:
+            assert process.poll() is None, "\n".join(server.log)
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.02)
+        yield server
+    finally:
+        try:
+            server.end()
+        finally:
+            process.kill()
+            reader.join(PATIENCE)
+
+
+def launch(
+    config: Path, overrides: Sequence[str], options: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    sets = [part for override in overrides for part in ("--set", override)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pageloom", "serve", str(config), "--port", "0", *options, *sets],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )

@@ -1,0 +1,186 @@
+"""What a client may send, and what becomes of one that overdoes it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from server_process import start_server, wait_for
+
+LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small(config):
+    """One request runs, two wait, and nobody may stall for more than a second."""
+    with start_server(
+        config,
+        "model.max_model_len=16384",
+        "scheduler.max_num_seqs=1",
+        "server.max_waiting=2",
+        "server.max_body=64KiB",
+        "server.stall_seconds=1",
+    ) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 129),
+        ("n", 0),
+        ("best_of", 129),
+        ("logprobs", 21),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 257),
+        ("stop_token_ids", list(range(257))),
+        ("logit_bias", {str(n): 1 for n in range(1025)}),
+        ("prompt", ["a"] * 257),
+        ("prompt", []),
+        ("prompt", ""),
+        ("prompt", "a" * 2000),
+        ("prompt", [5] * 2000),
+        ("prompt", [2**31]),
+        ("temperature", 1e9),
+        ("priority", 2**40),
+        ("min_tokens", 10**9),
+    ],
+)
+def test_sizes_are_bounded_by_field(server, field, value):
+    with server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, field: value})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field
+
+
+def test_a_body_is_bounded_whether_or_not_it_says_how_long_it_is(small):
+    def parts():
+        for _ in range(100):
+            yield b" " * 1024
+
+    with small.client() as client:
+        for body in (b" " * 100_000, parts()):
+            answer = client.post("/v1/completions", content=body)
+            assert answer.status_code == 413
+            assert "64KiB (server.max_body)" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(small):
+    address = (small.url.rpartition("/")[2].split(":")[0], int(small.url.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_more_than_may_wait_are_told_to_come_again(small):
+    with small.client() as client, ExitStack() as connections:
+        connections.enter_context(_send(small, LONG))
+        wait_for(lambda: small.metric("pageloom_blocks_used"))  # it runs
+        for _ in range(2):
+            connections.enter_context(_send(small, LONG))
+        wait_for(lambda: small.metric("pageloom_open_requests") == 3)
+        for path, body in (("/v1/completions", LONG), ("/tokenize", {"prompt": "a"})):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "overloaded"
+        assert client.get("/health").status_code == 200
+    small.wait_until_idle()
+    with small.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_several_prompts_wait_one_by_one(small):
+    with small.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+    assert answer.status_code == 429
+
+
+def test_a_client_that_stops_reading_is_left_and_holds_nobody_up(small):
+    aborted = small.metric("pageloom_aborted_requests_total")
+    much = LONG | {"stream": True, "logprobs": 20}
+    with _send(small, much) as stalled:
+        wait_for(lambda: small.metric("pageloom_aborted_requests_total") == aborted + 1)
+        with small.client() as client:
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        stalled.settimeout(60)
+        taken = 0
+        try:
+            while part := stalled.recv(1 << 16):
+                taken += len(part)
+        except ConnectionError:
+            pass
+        assert taken < 4 << 20  # what the kernel had for it, and not all the 8,000 tokens
+
+
+def _send(server, body) -> socket.socket:
+    """A connection that asked, and does not read the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+        + content
+    )
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("abc-123", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("a b", False),
+        ("a\tb", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_request_id_is_echoed_or_made(server, sent, kept):
+    with server.client() as client:
+        headers = {} if sent is None else {"x-request-id": sent}
+        ids = [client.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
+    if kept:
+        assert ids == [sent, sent]
+    else:
+        assert len({*ids, sent}) == 3
+        assert all(len(name) == 32 for name in ids)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/v1/completions", 400),
+    ],
+)
+def test_every_error_has_openai_s_form_and_no_inner_detail(server, method, path, status):
+    with server.client() as client:
+        answer = client.request(method, path, content=b"\xff{")
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert_no_inner_detail(answer)
+
+
+def assert_no_inner_detail(answer: httpx.Response) -> None:
+    for inner in ("Traceback", "/core/", "site-packages", ".py"):
+        assert inner not in answer.text
+
+
+def test_no_answer_says_where_the_model_lies(server, config):
+    with server.client() as client:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/version", "/tokenizer_info"):
+            answer = client.get(path)
+            assert answer.status_code == 200
+            assert str(config.parent) not in answer.text
