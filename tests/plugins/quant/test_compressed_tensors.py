@@ -28,7 +28,7 @@ from transformers import Olmo2Config
 from pageloom.models.loading import open_loader
 from pageloom.plugins import Plugins
 from pageloom_quant.compressed_tensors import CompressedTensorsLoader
-from pageloom_quant.compressed_tensors.settings import read_settings
+from pageloom_quant.compressed_tensors.settings import Settings, read_settings
 
 CPU = torch.device("cpu")
 
@@ -379,3 +379,9 @@ def test_the_package_itself_packs_and_unpacks_the_same(
     change_tensors(tmp_path, lambda t: t.update({f"{LAYER}.{p}": v for p, v in packed.items()}))
     ours = load_all(tmp_path)[f"{LAYER}.weight"]
     torch.testing.assert_close(ours, theirs.float(), rtol=1e-2, atol=0)  # theirs is bfloat16
+
+
+def test_a_pattern_that_would_match_for_ages_is_an_error() -> None:
+    settings = Settings((), (r"re:([a-z_.0-9]|[a-z_.0-9]{2})*_proj[0-9]",))
+    with pytest.raises(ValueError, match="takes more than 1 s to match"):
+        settings.scheme_of(f"model.layers.0.{'x' * 200}_proj")

@@ -56,7 +56,10 @@ class CompressedTensorsLoader(PackedCheckpointLoader):
             raise self.config_error(str(error)) from error
 
     def _scheme(self, layer: str) -> Scheme:
-        scheme = self._settings.scheme_of(layer)
+        try:
+            scheme = self._settings.scheme_of(layer)
+        except ValueError as error:
+            raise self.config_error(str(error)) from error
         if scheme is None:
             raise self.tensor_error(
                 f"{layer}.{self.PARTS[0]}", "but config.json says that this layer is not quantized"

@@ -6,15 +6,17 @@ Every error is a `ValueError` with a sentence that goes on after "config.json ha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import regex
 
 FORMAT = "pack-quantized"
 BITS = 4
 LINEAR = "Linear"
 REGEX = "re:"
+PATIENCE = 1.0  # seconds for one match: a pattern may need more than the universe has
 PRESETS = {
     "W4A16": {"num_bits": 4, "group_size": 128},
     "W4A16_ASYM": {"num_bits": 4, "group_size": 128, "symmetric": False},
@@ -134,8 +136,8 @@ def _names(entries: Any, where: str) -> tuple[str, ...]:
     for entry in entries:
         if entry.startswith(REGEX):
             try:
-                re.compile(entry.removeprefix(REGEX))
-            except (re.error, OverflowError, RecursionError) as error:
+                regex.compile(entry.removeprefix(REGEX))
+            except (regex.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{where} {entry!r}, which is no pattern: {error}") from error
     return tuple(entries)
 
@@ -145,5 +147,11 @@ def _rank(layer: str, entry: str) -> int | None:
     if entry == layer:
         return 0
     if entry.startswith(REGEX):
-        return 1 if re.match(entry.removeprefix(REGEX), layer) else None
+        try:
+            found = regex.match(entry.removeprefix(REGEX), layer, timeout=PATIENCE)
+        except TimeoutError:
+            raise ValueError(
+                f"the pattern {entry!r}, which takes more than {PATIENCE:g} s to match {layer!r}"
+            ) from None
+        return 1 if found else None
     return 2 if entry == LINEAR else None
