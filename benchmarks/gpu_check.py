@@ -10,7 +10,8 @@ Five parts, each in processes of its own, so that one that crashes leaves the ot
 - ``table``: those backends beside PyTorch's `scaled_dot_product_attention` and FlexAttention on
   contiguous keys and values, by ``pageloom bench attention``;
 - ``engine``: tokens per second of a whole engine with random weights of Llama 3 8B's shape, by
-  ``pageloom bench engine``; on a GPU with CUDA graphs and without, in turn.
+  ``pageloom bench engine``; on a GPU with CUDA graphs and without, in turn;
+- ``packed``: packed linear layers beside those of bfloat16, by ``packed_linear.py``.
 
 Without a GPU, only the parts that say something about a CPU run (``--parts`` asks for others, which
 takes a smaller ``--model``), and the output says so. The results go to ``--json``, or to
@@ -45,7 +46,14 @@ PARTS = ("rates", "suite", "table", "engine", "packed")
 CPU_PARTS = ("rates", "table")
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "bench"
-CORE_TESTS = ("tests/ops", "tests/runner", "tests/plugins/quant/test_packed_triton.py")
+CORE_TESTS = (
+    "tests/ops",
+    "tests/runner",
+    "tests/plugins/quant/test_packed_triton.py",
+    # Not the suite again, which is in the same file.
+    "tests/plugins/attention/triton/test_triton_gpu.py::"
+    "test_a_graph_of_a_decode_step_serves_steps_with_longer_contexts",
+)
 OUTCOMES = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 LLAMA_3_8B = {

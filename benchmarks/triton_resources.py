@@ -141,17 +141,17 @@ def _compile(variant: Variant, gpu: GPUTarget, family: Family) -> Any:
     if variant.kernel == "store":
         kernel = kernels.store_kernel
         constants = launch.store(layer, size, variant.dtype, family, variant.layout)
-        constants |= {} if static else {"k_inverse": None, "v_inverse": None}
-        constants |= {} if variant.rotary else dict.fromkeys(("q", "q_row", "cos", "sin"))
+        without = () if static else ("k_inverse", "v_inverse")
+        without += () if variant.rotary else ("q", "q_row", "cos", "sin")
     elif variant.kernel == "merge":
-        kernel, constants = kernels.merge_kernel, launch.merge(layer, tiles)
+        kernel, constants, without = kernels.merge_kernel, launch.merge(layer, tiles), ()
     else:
         kernel = kernels.attend_kernel
         constants = launch.attend(layer, size, variant.dtype, family, variant.layout, tiles)
-        constants |= {} if layer.sinks else {"sinks": None}
-        constants |= {} if layer.softcap else {"cap": None}
-        constants |= {} if variant.layout else {"v_scale": None}
-    return compile_for(gpu, kernel, types, constants)
+        given = {"sinks": layer.sinks, "cap": layer.softcap, "v_scale": variant.layout}
+        without = tuple(name for name, value in given.items() if not value)
+    # A new dictionary: those of `launch` are kept, and shared by variants.
+    return compile_for(gpu, kernel, types, constants | dict.fromkeys(without))
 
 
 def compile_for(

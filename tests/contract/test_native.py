@@ -89,6 +89,13 @@ def test_a_library_that_cannot_be_loaded_says_why(tmp_path, cache):
         native.build(source, ["-Wl,-z,now"])
 
 
+@needs_compiler
+def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path, "", "a file")))
+    with pytest.raises(native.NativeBuildError, match=r"set XDG_CACHE_HOME to .*: .*a file"):
+        native.build(write(tmp_path, SUM))
+
+
 def test_without_a_compiler_the_message_says_what_to_do(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native.find_compiler() is None

@@ -11,6 +11,7 @@ import pytest
 from server_process import start_server, wait_for
 
 LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +72,52 @@ def test_a_body_is_bounded_whether_or_not_it_says_how_long_it_is(small):
             assert "64KiB (server.max_body)" in answer.json()["error"]["message"]
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(small):
-    address = (small.url.rpartition("/")[2].split(":")[0], int(small.url.rpartition(":")[2]))
-    with socket.create_connection(address, timeout=60) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b"408"),
+        (b"GET /health HTTP/1.1\r\nhost:", b"408"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea", b"200"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n\r\n", b"200"),
+        (b"", b""),
+    ],
+)
+def test_what_does_not_come_is_not_waited_for(small, sent, status):
+    with _connect(small) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.partition(b" ")[2][:3] == status
+
+
+def test_the_next_request_does_not_end_the_answer_before_it(small):
+    with _send(small, LONG | {"max_tokens": 2000, "stream": True}, receive=1 << 20) as connection:
+        connection.sendall(b"\r\nGET /health HTTP/1.1\r\nhost:")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert b"data: [DONE]" in answer
+
+
+@pytest.mark.parametrize("begin", [b"", b"content-length: 1\r\n\r\n{", CHUNKED])
+def test_headers_are_bounded(small, begin):
+    much = b"GET / HTTP/1.1\r\nx: " + b"x" * (1 << 25)
+    with _connect(small) as connection, pytest.raises(ConnectionError):
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + begin + much)
+
+
+def test_what_is_not_http_is_answered_in_the_same_form(small):
+    with _connect(small) as connection:
+        connection.sendall(b"HELLO\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert json.loads(body)["error"]["message"] == "this is not a valid HTTP request"
+
+
+@pytest.mark.parametrize("body", [{"model": "x" * 10**6}, {"x" * 10**6: 1}])
+def test_an_error_does_not_send_back_all_that_was_sent(server, body):
+    with server.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", **body})
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2000
 
 
 def test_more_than_may_wait_are_told_to_come_again(small):
@@ -119,13 +161,20 @@ def test_a_client_that_stops_reading_is_left_and_holds_nobody_up(small):
         assert taken < 4 << 20  # what the kernel had for it, and not all the 8,000 tokens
 
 
-def _send(server, body) -> socket.socket:
-    """A connection that asked, and does not read the answer."""
+def _connect(server, receive: int = 1 << 16) -> socket.socket:
+    """``receive`` bytes are kept for who does not read."""
     host, port = server.url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
     connection.connect((host, int(port)))
+    return connection
+
+
+def _send(server, body, receive: int = 4096) -> socket.socket:
+    """A connection that asked, and does not read the answer."""
+    content = json.dumps(body).encode()
+    connection = _connect(server, receive)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
         + content

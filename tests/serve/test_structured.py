@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from enum import Enum
 
 import httpx
@@ -194,7 +196,7 @@ def test_it_is_what_the_engine_says_offline(client, offline):
         (
             {"guided_regex": "a", "use_beam_search": True, "n": 2, "seed": None},
             "guided_regex",
-            "beam search does not support it",
+            "guided_regex is a regex, but beam search does not support it",
         ),
         ({"guided_regex": "a", "ignore_eos": True}, "guided_regex", "ignore_eos"),
     ],
@@ -272,6 +274,31 @@ def test_a_process_that_is_gone_is_started_again(offline):
         await tried.check(StructuredOutput.regex("c"))
 
     run(offline, check)
+
+
+def test_a_grammar_is_not_blamed_for_a_process_that_ended_before(offline):
+    async def check(tried):
+        await tried.check(StructuredOutput.regex("a"))
+        os.kill(tried._process.pid, signal.SIGKILL)
+        await tried._process.wait()
+        await tried.check(StructuredOutput.regex("b"))
+
+    run(offline, check)
+
+
+def test_whoever_leaves_while_grammars_wait_does_not_keep_others_waiting(server, http):
+    async def leave(number: int) -> None:
+        body = {"prompt": "a", "guided_regex": f"{HARD_REGEX}x{number}"}
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=1))
+
+    async def all_leave() -> None:
+        await asyncio.gather(*(leave(number) for number in range(grammars.MAX_WAITING)))
+
+    asyncio.run(all_leave())
+    answer = http.post("/v1/completions", json={"prompt": "a", "guided_choice": ["one of those"]})
+    assert answer.status_code == 200, answer.text
 
 
 def test_whoever_leaves_takes_no_answer_of_the_next(offline):

@@ -50,7 +50,8 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
 
     The files in its folder whose names end with ``.h`` count as parts of it.
     Libraries are kept in `cache_folder`; several processes may build at the same time. Raises
-    `NativeBuildError` if there is no compiler, if it fails, or if the library cannot be loaded.
+    `NativeBuildError` if there is no compiler, if it fails, or if the library cannot be kept or
+    loaded.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -65,8 +66,14 @@ def build(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
     parts = [*command, macros, *(file.read_text("utf-8") for file in files)]
     key = hashlib.sha256("\0".join(parts).encode())
     library = cache_folder() / f"{source.stem}-{key.hexdigest()[:32]}.so"
-    if not library.exists():
-        _compile(command, source, library)
+    try:
+        if not library.exists():
+            _compile(command, source, library)
+    except OSError as error:
+        raise NativeBuildError(
+            "set XDG_CACHE_HOME to a folder that can be written to: "
+            f"{library.parent} cannot hold what is compiled ({error.strerror})"
+        ) from error
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:

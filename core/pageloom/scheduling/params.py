@@ -234,10 +234,9 @@ class SamplingParams:
             )
         for name, harmless in NOT_WITH_BEAMS.items():
             if (value := getattr(self, name)) not in harmless:
-                shown = dict(value) if isinstance(value, Mapping) else value
                 raise ValueError(
-                    f"{name} is {shown!r}, but beam search does not support it; leave it at its "
-                    "default, or leave out beam_width"
+                    f"{name} is {_shown(value)}, but beam search does not support it; leave it at "
+                    "its default, or leave out beam_width"
                 )
 
     def _checked_structured(self) -> StructuredOutput | None:
@@ -322,3 +321,9 @@ def _is_real(value: object) -> bool:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, StructuredOutput):
+        return f"a {value.kind}"
+    return repr(dict(value) if isinstance(value, Mapping) else value)

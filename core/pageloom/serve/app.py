@@ -48,12 +48,12 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await _read(request, CompletionRequest, service)
-        return await _answer(request, await Completion.prepare(service, body), body.stream)
+        return await _answer(request, Completion.prepare(service, body), body.stream)
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         body = await _read(request, ChatCompletionRequest, service)
-        return await _answer(request, await Chat.prepare(service, body), body.stream)
+        return await _answer(request, Chat.prepare(service, body), body.stream)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -136,7 +136,10 @@ def _unfit(error: ValidationError) -> APIError:
     return APIError(f"{where}: {first['msg']}" if where else first["msg"], param=param)
 
 
-async def _answer(request: Request, call: Completion | Chat, stream: bool) -> Response:
+async def _answer(
+    request: Request, preparing: Awaitable[Completion | Chat], stream: bool
+) -> Response:
+    call = await while_connected(request, preparing)
     if not stream:
         return JSONResponse(await while_connected(request, call.whole()))
     bodies = await while_connected(request, peek(call.stream()))

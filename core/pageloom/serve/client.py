@@ -10,13 +10,12 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pageloom.contract import EngineInfo
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.scheduling import SamplingParams
-from pageloom.serve import logs
+from pageloom.serve import leave, logs
 from pageloom.serve.request_id import request_id
 from pageloom.serve.wire import (
     Abort,
@@ -37,6 +36,7 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
 PATIENCE = 10.0  # seconds from closing the connection to killing the process
+LAST_BREATH = 1.0  # the same, for a process that has closed it itself
 
 
 class EngineDiedError(RuntimeError):
@@ -193,9 +193,8 @@ class EngineClient:
 
     def kill(self) -> None:
         """End the process at once."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            leave.kill(self._process)
 
     async def _read(self, messages: AsyncIterator[FromEngine]) -> None:
         try:
@@ -205,6 +204,9 @@ class EngineClient:
             log.exception("the engine process sent what cannot be read")
             self.kill()
         self._end()
+        if not self._stopping:
+            await self._bury()
+            self.died.set()
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Steps):
@@ -232,10 +234,16 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(failure)
         self._inspections.clear()
-        if not self._stopping:
-            log.error("the connection to the engine process (pid %s) has ended", self.pid)
-            self.kill()  # in case it still runs
-            self.died.set()
+
+    async def _bury(self) -> None:
+        """See to it that the process has ended, so that another has its place, and say how."""
+        assert self._process is not None
+        try:
+            code = await asyncio.wait_for(self._process.wait(), LAST_BREATH)
+        except TimeoutError:
+            self.kill()
+            code = await self._process.wait()
+        log.error("the engine process (pid %s) %s", self.pid, _how_it_ended(code))
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is None or self._writer.is_closing():

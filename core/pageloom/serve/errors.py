@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pageloom.errors import shorten
+
+MAX_MESSAGE, MAX_PARAM = 1000, 200  # characters; either may quote what the client sent
+
 
 @dataclass
 class APIError(Exception):
@@ -23,9 +27,9 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": self.message,
+                "message": shorten(self.message, MAX_MESSAGE),
                 "type": self.type,
-                "param": self.param,
+                "param": self.param and self.param[:MAX_PARAM],
                 "code": self.code,
             }
         }
@@ -78,7 +82,7 @@ def too_long(tokens: int, max_model_len: int) -> APIError:
 
 
 def stalled(seconds: float) -> APIError:
-    return APIError(f"nothing more of the body came for {seconds:g} seconds", 408)
+    return APIError(f"nothing more of the request came for {seconds:g} seconds", 408)
 
 
 def client_left() -> APIError:

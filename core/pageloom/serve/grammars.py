@@ -13,6 +13,7 @@ from pageloom.engine.guides import tokenizer_json
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.scheduling.structured import StructuredOutput
 from pageloom.serve.errors import overloaded
+from pageloom.serve.leave import kill
 from pageloom.serve.trial import CPU_SECONDS, Tokenizer, Trial, Verdict
 
 MAX_KNOWN = 1024  # verdicts that are remembered
@@ -54,8 +55,8 @@ class Grammars:
 
     async def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._process is not None:
+            kill(self._process)
             await self._process.wait()
         self._process = None
 
@@ -68,8 +69,8 @@ class Grammars:
         if self._prompts.tokenizer is None:
             return "structured output needs a tokenizer, and this model has none"
         try:
-            if self._process is None:
-                self._process = await self._start()
+            if self._process is None or self._process.returncode is not None:
+                self._process = await self._start()  # not this grammar's fault if it ended
             line = await asyncio.wait_for(
                 _ask(self._process, Trial(wanted.kind, wanted.text)), WALL_SECONDS
             )

@@ -1,9 +1,11 @@
-"""How a process that has loaded torch ends."""
+"""How a process that has loaded torch ends, and how one ends another."""
 
 from __future__ import annotations
 
+import asyncio.subprocess
 import atexit
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
@@ -16,3 +18,11 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """End a child process at once, if it still runs. Its own ``kill`` looks first whether it does,
+    and then the event loop, which waits for it, never learns how it ended."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -21,6 +22,7 @@ from pageloom.serve.app import create_app
 from pageloom.serve.auth import Keys, read_keys
 from pageloom.serve.calls import ToolStyle
 from pageloom.serve.client import EngineClient, EngineDiedError
+from pageloom.serve.connection import Connection
 from pageloom.serve.gate import Gate
 from pageloom.serve.listen import allow_many_files, bind, cannot_listen, warn_if_open
 from pageloom.serve.logs import announce
@@ -105,6 +107,8 @@ async def _run(
     server = Server(
         uvicorn.Config(
             app,
+            http=partial(Connection, config.server.stall_seconds),  # type: ignore[arg-type]
+            ws="none",
             lifespan="off",
             log_config=None,  # what it logs is written as all else is
             log_level="warning",

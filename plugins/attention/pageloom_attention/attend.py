@@ -13,11 +13,14 @@ SCORES = 1 << 24  # most scores that `explicit_attention` holds at a time
 class CausalMasks:
     """Additive causal masks, with a sliding window or without, cut from one tensor per window.
 
-    The mask for the last ``rows`` of ``length`` tokens is the bottom right corner of any larger
-    one, so a tensor of `ROWS` rows serves every chunk of every sequence.
+    Only how far back a token lies says whether it is seen, so the mask for the last ``rows`` of
+    ``length`` tokens is found anywhere on the diagonal of a larger one, and a tensor of hardly more
+    than `ROWS` rows serves every chunk of every sequence. It is cut where its rows begin at
+    multiples of `ALIGNMENT` elements: a kernel of torch's for GPUs refuses others.
     """
 
     ROWS = 256  # query rows per call: fewer cost calls, more cost scores above the diagonal
+    ALIGNMENT = 8  # 16 bytes of the smallest dtypes
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._empty = torch.empty(self.ROWS, 0, dtype=dtype, device=device)
@@ -31,11 +34,16 @@ class CausalMasks:
         mask = self._masks.get(window, self._empty)
         if length > mask.shape[1]:
             mask = self._masks[window] = self._build(max(length, 2 * mask.shape[1]), window)
-        return mask[self.ROWS - rows :, mask.shape[1] - length :]
+        before = (mask.shape[1] - length) // self.ALIGNMENT * self.ALIGNMENT
+        behind = mask.shape[1] - length - before
+        end = mask.shape[0] - behind
+        return mask[end - rows : end, before : before + length]
 
     def _build(self, length: int, window: int | None) -> torch.Tensor:
+        length = -(-length // self.ALIGNMENT) * self.ALIGNMENT
+        rows = self.ROWS + self.ALIGNMENT
         key = torch.arange(length, device=self._empty.device)
-        query = torch.arange(length - self.ROWS, length, device=self._empty.device)
+        query = torch.arange(length - rows, length, device=self._empty.device)
         distance = query.unsqueeze(1) - key
         hidden = distance < 0
         if window is not None:

@@ -32,7 +32,12 @@ MIXED = "mixed-batch3-context40-query8-tiny-bfloat16-block16"
 
 
 def environment(**variables):
-    kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")}
+    # Also not that this is a worker of pytest-xdist, where pytest-benchmark times nothing.
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TRITON_INTERPRET" and not name.startswith("PYTEST_")
+    }
     return {**kept, **{key: str(value) for key, value in variables.items()}}
 
 

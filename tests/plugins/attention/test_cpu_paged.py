@@ -260,6 +260,15 @@ def test_with_a_compiler_that_fails_torch_paged_takes_over(monkeypatch, caplog, 
     )
 
 
+@needs_compiler
+def test_where_nothing_can_be_kept_torch_paged_takes_over(monkeypatch, caplog, tmp_path):
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    assert taken_over(caplog, tmp_path).startswith(
+        "attention backend cpu_paged cannot be compiled: set XDG_CACHE_HOME to a folder that can be"
+    )
+
+
 # Everything again for CPUs with less than this one, down to one with no vectors of note.
 TARGETS = {
     "this CPU": [],

@@ -46,6 +46,20 @@ def test_a_group_is_closed_only_when_the_next_decode_does_not_fit():
     assert group_by_length([5, 5, 5], call_cost=5, most_tokens=10) == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_are_causal_and_aligned(dtype, window):
+    """On a GPU, `scaled_dot_product_attention` refuses masks whose rows are not."""
+    masks = attend.CausalMasks(dtype, torch.device("cpu"))
+    for length, rows in [(5, 5), (3, 1), (40, 7), (33, 33), (600, 256), (599, 256), (305, 1)]:
+        mask = masks.cut(rows, length, window)
+        assert mask.data_ptr() % 16 == mask.stride(0) * mask.itemsize % 16 == 0
+        distance = torch.arange(length - rows, length).unsqueeze(1) - torch.arange(length)
+        seen = (distance >= 0) & (distance < (window or length))
+        assert torch.equal(mask == 0, seen)
+        assert torch.equal(mask.isneginf(), ~seen)
+
+
 @pytest.mark.parametrize("requested", [None, 96])
 def test_the_block_of_naive_contiguous_is_the_whole_context(requested):
     assert NaiveContiguous.block_size(requested, max_model_len=96) == 96
@@ -73,7 +87,8 @@ def test_a_dtype_that_attention_is_not_computed_in_is_refused(backend):
 def test_bytes_per_block_is_what_the_cache_takes(backend):
     other = replace(LAYER, num_kv_heads=1, head_size=40)
     rig = Rig(candidate(backend), Case((LAYER, other), torch.bfloat16))
-    spare = sum(2 * layer.head_size * 2 for layer in (LAYER, other))  # the zero rows
+    # The zero rows, each among 16 that are no block's.
+    spare = 16 * sum(2 * layer.head_size * 2 for layer in (LAYER, other))
     held = sum(cache.numel() * cache.itemsize for cache in rig.backend.cache)
     assert held == rig.bytes_per_block * rig.backend.num_blocks + spare
 

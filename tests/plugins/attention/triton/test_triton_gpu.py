@@ -11,9 +11,10 @@ from pageloom.testing import AttentionSuite
 from pageloom.testing.attention_cases import Case, layer
 from pageloom.testing.attention_shadow import Branch
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 class TestTritonPagedOnGPU(AttentionSuite):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def test_a_kernel_fits_and_spills_no_registers(variant, target):
     assert found.registers > 0
     assert found.spilled_bytes == 0
     assert found.shared_bytes <= resources.SHARED_LIMIT[target]
+
+
+def test_what_was_compiled_before_changes_no_variant():
+    plain = resources.Variant("store", torch.bfloat16, resources.VARIANTS[0].layer)
+    parameters = [
+        resources._compile(variant, *resources.TARGETS["sm_80"]).asm["ptx"].count(".param ")
+        for variant in (plain, replace(plain, rotary=True))
+    ]
+    assert parameters[0] < parameters[1]  # q, cos and sin
 
 
 def test_the_committed_table_has_every_kernel():
