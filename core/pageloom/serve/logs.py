@@ -54,6 +54,8 @@ def configure(form: str, process: str) -> None:
         else logging.Formatter(f"%(levelname)s: {named}%(message)s")
     )
     logging.basicConfig(handlers=[handler], force=True)
+    # It warns of what is written to a client that has just gone, which is no news here.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def configured() -> str:
