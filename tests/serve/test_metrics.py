@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -13,14 +14,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def samples(server):
-    """Values by name, without the labels of the only sample that each has."""
+    """Values by name, those that differ by their reason together."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if set(sample.labels) <= {"reason"}
-    }
+    found = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if set(sample.labels) <= {"reason"}:
+                found[sample.name] += sample.value
+    return found
 
 
 def complete(server, prompt, **fields):

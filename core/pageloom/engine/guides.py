@@ -190,7 +190,8 @@ class TextGuide:
             self._coming = self._grammar.threads.start(self._compute)
 
     def fork(self) -> TextGuide:
-        return TextGuide(self._grammar, self._matcher.deep_copy(), self.mask())
+        mask = self.mask()  # first: while it is under way, the matcher is not to be touched
+        return TextGuide(self._grammar, self._matcher.deep_copy(), mask)
 
     def start(self) -> TextGuide:
         """A guide for another output, of one that is at the beginning. Raises `ValueError` if the

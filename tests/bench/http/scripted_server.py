@@ -50,6 +50,10 @@ class Script:
         return self.answers[body["prompt"]]
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # by default 5, and on a busy machine the sixth is turned away
+
+
 @contextmanager
 def serve(script: Script) -> Iterator[Script]:
     class Handler(BaseHTTPRequestHandler):
@@ -78,7 +82,7 @@ def serve(script: Script) -> Iterator[Script]:
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
