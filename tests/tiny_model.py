@@ -25,3 +25,15 @@ CONFIG = {
 def write_model(folder: Path, **changes: Any) -> None:
     """Make ``folder`` one that the loader ``dummy`` reads."""
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def write_engine(folder: Path, more: str = "") -> Path:
+    """Make ``folder`` such a model and an engine's configuration, ``more`` sections included."""
+    write_model(folder)
+    path = folder / "engine.yaml"
+    path.write_text(
+        f"model: {{path: {folder}, loader: dummy, dtype: float32,"
+        " options: {initializer_range: 0.5}}\n"
+        "runtime: {device: cpu, num_threads: 1, debug: true}\n" + more
+    )
+    return path

@@ -12,7 +12,7 @@ from pageloom import Engine
 from pageloom.config import load_config
 from pageloom.engine.assemble import assemble
 from pageloom.plugins import Plugins
-from tiny_model import write_model
+from tiny_model import write_engine
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +27,7 @@ def engine():
 def build(tmp_path_factory):
     """Engines on one random model, by overrides."""
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    path = folder / "engine.yaml"
-    path.write_text(
-        f"model: {{path: {folder}, loader: dummy, dtype: float32,"
-        " options: {initializer_range: 0.5}}\n"
-        "runtime: {device: cpu, num_threads: 1, debug: true}\n"
-    )
+    path = write_engine(folder)
     plugins = Plugins.load()
 
     def build(**overrides):

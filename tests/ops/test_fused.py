@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from triton_script import load_script
+
 pytest.importorskip("triton")
 
 from pageloom.ops import choice, fused
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parents[1] / "benchmarks" / "triton_resources.py"
 KERNELS = {
     "norm of 576": ("bf16", fused.add_rms_norm_kernel, fused.norm_constants(576)),
     "norm of the longest rows": (
@@ -29,13 +30,6 @@ KERNELS = {
     "rotation": ("bf16", fused.rotate_kernel, fused.rotate_constants(12, 80) | {"weight": None}),
     "activation": ("bf16", fused.silu_and_mul_kernel, fused.silu_constants(14336)),
 }
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("triton_resources", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 resources = load_script()

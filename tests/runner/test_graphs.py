@@ -25,7 +25,7 @@ from pageloom.runner.graphs import (
     capture_decodes,
     graph_sizes,
 )
-from tiny_model import write_model
+from tiny_model import write_engine, write_model
 
 SETTINGS = [
     "scheduler.max_num_seqs=11",
@@ -39,14 +39,7 @@ SETTINGS = [
 def build(tmp_path_factory):
     """Engines on `StaticAttention`, whose cache starts as NaN."""
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    path = folder / "engine.yaml"
-    path.write_text(
-        f"model: {{path: {folder}, loader: dummy, dtype: float32,"
-        " options: {initializer_range: 0.5}}\n"
-        "runtime: {device: cpu, num_threads: 1, debug: true}\n"
-        "attention: {backend: torch_paged}\n"
-    )
+    path = write_engine(folder, "attention: {backend: torch_paged}\n")
     plugins = Plugins.load()
 
     def build(*overrides):

@@ -8,6 +8,8 @@ from typing import Any
 
 from pageloom.bench.statistics import CONFIDENCE, MIN_ROUNDS, Ratio, show_ratio
 
+PERCENTILES = (50, 90, 99)  # that latencies are shown at
+
 
 @dataclass(frozen=True)
 class Row:

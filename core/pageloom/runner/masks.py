@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from pageloom.scheduling.params import SamplingParams
+from pageloom.runner.penalties import History, ending_tokens
 
 
-class GuidedRow(Protocol):
-    """What a row of logits is masked by."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def output_token_ids(self) -> Sequence[int]: ...
-    @property
-    def eos_token_ids(self) -> Collection[int]: ...
-    @property
-    def mask(self) -> bytes | None: ...
-
-
-def apply_masks(logits: torch.Tensor, rows: Sequence[GuidedRow]) -> None:
+def apply_masks(logits: torch.Tensor, rows: Sequence[History]) -> None:
     """Set what the masks of ``rows`` exclude to -inf in ``logits`` (float32 [S, V]), in place.
 
     Masks are as `pageloom.scheduling.structured.Guide.mask` gives them. They go to the device
@@ -45,7 +31,7 @@ def apply_masks(logits: torch.Tensor, rows: Sequence[GuidedRow]) -> None:
         logits[guided] = logits[guided].masked_fill(banned, -math.inf)
 
 
-def _mask_of(row: GuidedRow, vocab: int) -> np.ndarray:
+def _mask_of(row: History, vocab: int) -> np.ndarray:
     """``uint8 [ceil(V / 8)]``. Before ``min_tokens`` without what ends the output, unless nothing
     else may follow."""
     packed = np.zeros(-(-vocab // 8), dtype=np.uint8)
@@ -53,9 +39,8 @@ def _mask_of(row: GuidedRow, vocab: int) -> np.ndarray:
     packed[: len(given)] = given
     if len(row.output_token_ids) < row.params.min_tokens:
         going_on = packed.copy()
-        for token in (*row.eos_token_ids, *row.params.stop_token_ids):
-            if 0 <= token < vocab:
-                going_on[token // 8] &= 0xFF ^ (1 << token % 8)
+        for token in ending_tokens(row, vocab):
+            going_on[token // 8] &= 0xFF ^ (1 << token % 8)
         if going_on.any():
             return going_on
     return packed

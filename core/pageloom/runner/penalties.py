@@ -28,6 +28,13 @@ class History(Protocol):
     def mask(self) -> bytes | None: ...
 
 
+def ending_tokens(row: History, vocab: int) -> list[int]:
+    """The tokens of a vocabulary of ``vocab`` that end a row."""
+    # Configurations may name end-of-sequence tokens that the embedding does not have.
+    named = (*row.eos_token_ids, *row.params.stop_token_ids)
+    return [token for token in named if 0 <= token < vocab]
+
+
 def adjust_logits(logits: torch.Tensor, rows: Sequence[History]) -> None:
     """Apply bias, bans and then penalties to ``logits`` (float32 [S, V]), in place.
 
@@ -47,10 +54,7 @@ def _add_bias(logits: torch.Tensor, rows: Sequence[History]) -> None:
     for i, row in enumerate(rows):
         bias = dict(row.params.logit_bias or {})
         if row.mask is None and len(row.output_token_ids) < row.params.min_tokens:
-            # Configurations may name end-of-sequence tokens that the embedding does not have.
-            ends = (token for token in row.eos_token_ids if 0 <= token < logits.shape[1])
-            bias.update(dict.fromkeys(ends, -math.inf))
-            bias.update(dict.fromkeys(row.params.stop_token_ids, -math.inf))
+            bias.update(dict.fromkeys(ending_tokens(row, logits.shape[1]), -math.inf))
         at += [i] * len(bias)
         token_ids += bias.keys()
         biases += bias.values()

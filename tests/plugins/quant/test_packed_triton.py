@@ -18,19 +18,12 @@ from pageloom_quant import packed
 from pageloom_quant.packed import packed_linear, triton, why_not_native
 from pageloom_quant.packed.reference import ReferenceLinear
 from pageloom_quant.packed.triton import TritonLinear
+from triton_script import load_script
 
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parents[2] / "benchmarks" / "triton_resources.py"
 CUDA = torch.device("cuda")
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("triton_resources", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 resources = load_script()

@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from pageloom.bench.comparison import Row
+from pageloom.bench.comparison import PERCENTILES, Row
 from pageloom.bench.http.run import Round, Run, Settings
 from pageloom.bench.http.slo import SLO, keeps
 from pageloom.bench.http.target import Outcome, Target
 from pageloom.bench.machine import Machine
 from pageloom.bench.serving.trace import Trace
 from pageloom.bench.statistics import Ratio, paired_ratio
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)

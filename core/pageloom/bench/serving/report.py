@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pageloom.bench.comparison import Row, header, spread_note
+from pageloom.bench.comparison import PERCENTILES, Row, header, spread_note
 from pageloom.bench.machine import Machine
 from pageloom.bench.serving.compare import Round, Side
 from pageloom.bench.serving.quality import Quality
@@ -17,8 +17,6 @@ from pageloom.bench.serving.replay import Replay
 from pageloom.bench.serving.trace import Trace, TraceRequest
 from pageloom.bench.statistics import CONFIDENCE, Ratio, median_of_percentiles, paired_ratio
 from pageloom.engine.stats import EngineStats
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from triton_script import load_script
+
 pytest.importorskip("triton")
-
-SCRIPT = Path(__file__).parents[4] / "benchmarks" / "triton_resources.py"
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("triton_resources", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 resources = load_script()
