@@ -108,7 +108,7 @@ def test_a_class_that_cannot_be_used_is_reported_with_its_owner(site, target, re
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        (None, r'does not state .* needs contract_version = "1\.1"'),
+        (None, r'does not state .* needs contract_version = "1\.2"'),
         ('"one"', r"contract_version is 'one', which is not of the form"),
         ("1.0", r"contract_version is 1\.0, which is not of the form"),
         ('"2.0"', r"contract 2\.0 and this engine has 1\.1, another major version"),

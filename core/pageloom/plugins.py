@@ -26,6 +26,7 @@ import pluggy
 from pageloom.contract import (
     CONTRACT_VERSION,
     AttentionBackend,
+    Executor,
     KVQuantizer,
     Scheduler,
     ToolParser,
@@ -63,6 +64,7 @@ KINDS: Mapping[str, type] = {
     "kv_quantizer": KVQuantizer,
     "weight_loader": WeightLoader,
     "tool_parser": ToolParser,
+    "executor": Executor,
 }
 OBSERVERS = ("engine_started", "step_finished", "request_finished")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -290,7 +291,7 @@ def test_whoever_leaves_while_grammars_wait_does_not_keep_others_waiting(server,
     async def leave(number: int) -> None:
         body = {"prompt": "a", "guided_regex": f"{HARD_REGEX}x{number}"}
         async with httpx.AsyncClient(base_url=server.url) as client:
-            with pytest.raises(httpx.ReadTimeout):
+            with contextlib.suppress(httpx.ReadTimeout):  # the first ones may get their answers
                 await client.post("/v1/completions", json=body, timeout=httpx.Timeout(60, read=1))
 
     async def all_leave() -> None:

@@ -133,6 +133,32 @@ class RuntimeConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """Over how many devices the model is divided, and by what."""
+
+    executor: str = option(
+        "auto", "Where the model runs; auto is local for one rank, torch_distributed for several."
+    )
+    tensor_parallel_size: int = option(
+        1, "Ranks that each layer is divided over.", between(1, 1024)
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages that the layers are divided into.", between(1, 1024)
+    )
+    timeout_seconds: float = option(
+        60.0,
+        "After which a rank that does not answer counts as hung.",
+        Rule("a number above 0", lambda v: v > 0),
+    )
+    options: dict[str, Any] = option({}, "Options of the executor.")
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass
 class ServerConfig:
     """What ``pageloom serve`` listens to, and what it lets in."""
 
@@ -180,6 +206,7 @@ class Config:
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
@@ -216,5 +243,6 @@ PICKERS = (
     Picker("scheduler", "policy", "scheduler", unpicked=None),
     Picker("attention", "backend", "attention_backend", unpicked="auto"),
     Picker("kv_cache", "quantizer", "kv_quantizer", unpicked=None, optional=True),
+    Picker("parallel", "executor", "executor", unpicked="auto"),
     Picker("server", "tool_parser", "tool_parser", unpicked="auto", has_options=False),
 )

@@ -34,6 +34,18 @@ from pageloom.contract.attention import (
     LayerSpec,
 )
 from pageloom.contract.component import Component
+from pageloom.contract.executor import (
+    Alone,
+    Blueprint,
+    Executor,
+    Group,
+    Rank,
+    Step,
+    StepOutput,
+    Worker,
+    WorkerError,
+    WorkerReport,
+)
 from pageloom.contract.hooks import CONTRACT_VERSION, Register, hookimpl
 from pageloom.contract.loader import WeightLoader
 from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
@@ -49,25 +61,35 @@ from pageloom.contract.tools import CallPiece, ToolParser
 
 __all__ = [
     "CONTRACT_VERSION",
+    "Alone",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionSpec",
+    "Blueprint",
     "CallPiece",
     "Component",
     "EngineInfo",
+    "Executor",
+    "Group",
     "KVQuantizer",
     "LayerSpec",
     "PlanView",
+    "Rank",
     "Refusal",
     "Register",
     "RequestRecord",
     "RequestView",
     "Scheduler",
     "SchedulerView",
+    "Step",
+    "StepOutput",
     "StepRecord",
     "ToolParser",
     "VectorLayout",
     "WeightLoader",
+    "Worker",
+    "WorkerError",
+    "WorkerReport",
     "hookimpl",
     "native",
 ]

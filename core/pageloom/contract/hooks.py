@@ -13,7 +13,7 @@ import pluggy
 if TYPE_CHECKING:
     from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
 
-CONTRACT_VERSION = "1.1"
+CONTRACT_VERSION = "1.2"
 
 hookspec = pluggy.HookspecMarker("pageloom")
 hookimpl = pluggy.HookimplMarker("pageloom")
@@ -58,6 +58,11 @@ def register_weight_loaders(register: Register) -> None:
 @hookspec
 def register_tool_parsers(register: Register) -> None:
     """Register `ToolParser` classes, picked by ``server.tool_parser`` or `detect`. New in 1.1."""
+
+
+@hookspec
+def register_executors(register: Register) -> None:
+    """Register `Executor` classes, picked by ``parallel.executor``. New in 1.2."""
 
 
 # Observers, called in the engine's thread. They must return quickly and must not raise: an

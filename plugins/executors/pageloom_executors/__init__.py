@@ -1,0 +1,10 @@
+"""Where the model runs: executors that come with Pageloom."""
+
+from pageloom.contract import Register, hookimpl
+
+contract_version = "1.2"
+
+
+@hookimpl
+def register_executors(register: Register) -> None:
+    register("local", "pageloom_executors.local:LocalExecutor")
