@@ -71,7 +71,7 @@ def main() -> None:
     engine = Engine.from_config(options.config, options.overrides)
     trace = [
         replace(request, output_tokens=min(request.output_tokens, options.max_tokens))
-        for request in draw_token_ids(random_trace(options.clients), engine.runner.model.vocab_size)
+        for request in draw_token_ids(random_trace(options.clients), engine.vocab_size)
     ]
     output_tokens = sum(request.output_tokens for request in trace)
     speeds: dict[str, list[list[float]]] = {"offline": [], "served": []}

@@ -92,7 +92,7 @@ def main() -> None:
 
     ours = PageloomSide()
     theirs = TransformersSide(ours.engine.info.model, options.batch_size)
-    trace = draw_token_ids(random_trace(options.requests), ours.engine.runner.model.vocab_size)
+    trace = draw_token_ids(random_trace(options.requests), ours.engine.vocab_size)
     output_tokens = sum(request.output_tokens for request in trace)
     warm_up = [replace(request, output_tokens=4) for request in trace[:2]]
     for side in (ours, theirs):

@@ -111,9 +111,9 @@ def test_a_class_that_cannot_be_used_is_reported_with_its_owner(site, target, re
         (None, r'does not state .* needs contract_version = "1\.2"'),
         ('"one"', r"contract_version is 'one', which is not of the form"),
         ("1.0", r"contract_version is 1\.0, which is not of the form"),
-        ('"2.0"', r"contract 2\.0 and this engine has 1\.1, another major version"),
-        ('"0.9"', r"contract 0\.9 and this engine has 1\.1, another major version"),
-        ('"1.7"', r"contract 1\.7 and this engine has 1\.1; upgrade pageloom"),
+        ('"2.0"', r"contract 2\.0 and this engine has 1\.2, another major version"),
+        ('"0.9"', r"contract 0\.9 and this engine has 1\.2, another major version"),
+        ('"1.7"', r"contract 1\.7 and this engine has 1\.2; upgrade pageloom"),
     ],
 )
 def test_a_plugin_for_another_contract_is_refused_by_name(site, caplog, version, reason):

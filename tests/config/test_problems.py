@@ -12,7 +12,7 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
     ("line", "reported"),
     [
         ("schedulr: {policy: plain}", 'c.yaml:3: schedulr = {"policy": "plain"}: unknown key; '
-         "expected one of model, scheduler, attention, kv_cache, plugins, runtime, server; "
+         "expected one of model, scheduler, attention, kv_cache, plugins, runtime, parallel, server; "
          "did you mean scheduler?"),
         ("runtime: {sed: 1}", "c.yaml:3: runtime.sed = 1: unknown key; expected one of device, "
          "num_threads, enforce_eager, seed, debug; did you mean seed?"),
@@ -99,7 +99,7 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("runtime.seed: 1", "c.yaml:3: runtime.seed = 1: a dot does not nest in a file; expected "
          "'runtime:' with 'seed:' indented below it"),
         ("max_num_seqs: 4", "c.yaml:3: max_num_seqs = 4: unknown key; expected one of model, "
-         "scheduler, attention, kv_cache, plugins, runtime, server; did you mean "
+         "scheduler, attention, kv_cache, plugins, runtime, parallel, server; did you mean "
          "scheduler.max_num_seqs?"),
         ("runtime: {seed: 1, seed: 2}", "c.yaml:3: runtime.seed: given twice; it also stands in "
          "line 3"),
@@ -165,9 +165,9 @@ def test_one_wrong_line_is_one_exact_report(problems, write, monkeypatch, line, 
          "KV quantizer is loaded; expected null"),
         ("extends=a.yaml", "--set extends=a.yaml: extends: it belongs in a file"),
         ("foo.bar=1", "--set foo.bar=1: foo.bar = 1: unknown key; expected one of model, "
-         "scheduler, attention, kv_cache, plugins, runtime, server"),
+         "scheduler, attention, kv_cache, plugins, runtime, parallel, server"),
         ("MAX_num_seqs=4", "--set MAX_num_seqs=4: MAX_num_seqs = 4: unknown key; expected one of "
-         "model, scheduler, attention, kv_cache, plugins, runtime, server; did you mean "
+         "model, scheduler, attention, kv_cache, plugins, runtime, parallel, server; did you mean "
          "scheduler.max_num_seqs?"),
         ("runtime.SEED=1", "--set runtime.SEED=1: runtime.SEED = 1: unknown key; expected one of "
          "device, num_threads, enforce_eager, seed, debug; did you mean seed?"),

@@ -32,6 +32,6 @@ def build(tmp_path_factory):
 
     def build(**overrides):
         given = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-        return assemble(load_config(path, given, plugins), plugins)
+        return assemble(load_config(path, given, plugins))
 
     return build

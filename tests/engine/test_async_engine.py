@@ -13,6 +13,7 @@ from pageloom import AsyncEngine, SamplingParams
 from pageloom.engine.async_engine import EngineClosedError, EngineStepError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PATIENCE = 120  # seconds, for what takes a moment unless it hangs
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "def fibonacci(n):", "Once upon a time"]
 
 
@@ -21,11 +22,11 @@ async def read(engine, prompt, params=GREEDY, **request):
 
 
 def run(engine, scenario):
-    """Run a coroutine function on an `AsyncEngine` over ``engine``, for 60 seconds at most."""
+    """Run a coroutine function on an `AsyncEngine` over ``engine``, for minutes at most."""
 
     async def main():
         async with AsyncEngine(engine) as served:
-            return await asyncio.wait_for(scenario(served), 60)
+            return await asyncio.wait_for(scenario(served), PATIENCE)
 
     result = asyncio.run(main())
     assert not engine.has_requests
@@ -123,9 +124,9 @@ def test_shutdown_ends_open_streams_and_refuses_new_ones(engine):
         await asyncio.sleep(0.3)
         await asyncio.to_thread(served.shutdown)
         with pytest.raises(EngineClosedError):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, PATIENCE)
         with pytest.raises(EngineClosedError):
-            await asyncio.wait_for(read(served, PROMPTS[0]), 10)
+            await asyncio.wait_for(read(served, PROMPTS[0]), PATIENCE)
         served.shutdown()
 
     asyncio.run(scenario())
@@ -200,6 +201,6 @@ async def walk_away():
 engine = asyncio.run(walk_away())
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -51,7 +51,7 @@ class Chaos(Scheduler):
     def __init__(self, seed):
         super().__init__(self.Config())
         self.random = Random(seed)
-        self.whims = 15
+        self.whims = 8
 
     def schedule(self, view, plan):
         requests = [*view.running, *view.waiting]

@@ -331,7 +331,7 @@ def test_the_engine_takes_any_guide(build):
 
 @pytest.fixture
 def compiler(engine):
-    return GuideCompiler(engine.tokenizer, engine.runner.model.vocab_size, engine.eos_token_ids)
+    return GuideCompiler(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
 
 
 def test_what_was_compiled_is_kept_within_bounds(compiler, monkeypatch):

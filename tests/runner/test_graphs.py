@@ -13,7 +13,8 @@ from static_attention import StaticAttention
 from pageloom import SamplingParams
 from pageloom.config import load_config
 from pageloom.contract import AttentionBatch
-from pageloom.engine import assemble as assembly
+from pageloom.engine import worker
+from pageloom.engine.assemble import assemble
 from pageloom.errors import PageloomError
 from pageloom.plugins import Plugins
 from pageloom.runner import graphs
@@ -44,7 +45,7 @@ def build(tmp_path_factory):
 
     def build(*overrides):
         config = load_config(path, [*SETTINGS, *overrides], plugins)
-        engine = assembly.assemble(config, plugins)
+        engine = assemble(config)
         backend = StaticAttention(None, engine.runner.backend.spec, None)
         backend.allocate(engine.info.num_blocks)
         engine.runner.backend = backend
@@ -134,7 +135,7 @@ def decodes(*sequences):
         starts, lengths, tables, torch.tensor(slots), starts, lengths,
         len(tokens), 1, int(lengths.max()),
     )  # fmt: skip
-    return StepBatch((), torch.tensor(tokens), torch.tensor(positions), attention)
+    return StepBatch(torch.tensor(tokens), torch.tensor(positions), attention)
 
 
 def test_inputs_stay_where_they_are_and_are_filled_up_with_the_shortest_sequence():
@@ -217,7 +218,7 @@ def test_only_gpus_and_what_supports_them_have_graphs():
 
 def test_enforce_eager_captures_nothing(build, monkeypatch):
     asked = []
-    monkeypatch.setattr(assembly, "capture_decodes", lambda *given: asked.append(given))
+    monkeypatch.setattr(worker, "capture_decodes", lambda *given: asked.append(given))
     engine = build()
     assert [given[2] for given in asked] == [11]
     assert asked[0][0] is engine.runner.model

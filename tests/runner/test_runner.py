@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pageloom.engine.planned import PlannedStep
 from pageloom.memory import BlockPool
 from pageloom.models.model import Model
 from pageloom.runner.runner import PROMPT_LOGPROB_ROWS, ModelRunner
@@ -70,8 +71,13 @@ def make_chunk(pool, prompt, start=0, stop=None, **params):
     return Chunk(branch, start, stop - start, int(stop == len(prompt)))
 
 
+def run(runner, chunks):
+    planned = PlannedStep(StepPlan(tuple(chunks)))
+    return planned.results(runner.run(planned.step))
+
+
 def by_chunk(runner, chunks):
-    results = {id(result.chunk): result for result in runner.run(StepPlan(tuple(chunks)))}
+    results = {id(result.chunk): result for result in run(runner, chunks)}
     return [results[id(chunk)] for chunk in chunks]
 
 
@@ -119,7 +125,7 @@ def test_the_chunks_of_a_prompt_score_it_once(runner, pool):
         make_chunk(pool, prompt, start, stop, prompt_logprobs=0)
         for start, stop in ((0, 3), (3, 7), (7, 8))
     ]
-    results = [result for chunk in chunks for result in runner.run(StepPlan((chunk,)))]
+    results = [result for chunk in chunks for result in run(runner, [chunk])]
     scored = [score.token_id for result in results for score in result.prompt_logprobs]
     assert scored == prompt[1:]
 
@@ -134,7 +140,7 @@ def test_prompt_tokens_that_were_scored_before_a_preemption_cost_no_logits(runne
     for start, stop in ((0, 4), (4, 8)):
         runner.model.rows = 0
         again = Chunk(chunk.branch, start, stop - start, int(stop == len(prompt)))
-        (result,) = runner.run(StepPlan((again,)))
+        (result,) = run(runner, [again])
         assert runner.model.rows == len(result.prompt_logprobs) + again.draws
         scored += [score.token_id for score in result.prompt_logprobs]
     assert scored == prompt[computed + 1 :]

@@ -7,7 +7,8 @@ The values are what `load_config` leaves: interpolations resolved, types convert
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from pageloom.config.rules import (
@@ -150,12 +151,29 @@ class ParallelConfig:
         "After which a rank that does not answer counts as hung.",
         Rule("a number above 0", lambda v: v > 0),
     )
+    replicas: int = option(1, "Engines that the server has, each with all ranks.", between(1, 1024))
+    max_replicas: int | None = option(
+        None,
+        "Most engines, where their number follows the queue; null leaves it at replicas.",
+        between(1, 1024),
+    )
+    routing: str = option(
+        "prefix",
+        "How the server chooses an engine: the longest cached prefix and then the load, the load, "
+        "or each in turn.",
+        one_of("prefix", "least_loaded", "round_robin"),
+    )
     options: dict[str, Any] = option({}, "Options of the executor.")
 
     @property
     def world_size(self) -> int:
         """All ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def most_replicas(self) -> int:
+        """The most engines that there may be at once."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass
@@ -180,6 +198,12 @@ class ServerConfig:
         60.0,
         "How long a client may send nothing of its request, or take nothing of its answer, before "
         "its connection is ended.",
+        Rule("a number above 0", lambda v: v > 0),
+    )
+    engine_timeout_seconds: float | None = option(
+        300.0,
+        "How long the engine may answer nothing, as between two steps it does, before its process "
+        "is ended; null for ever.",
         Rule("a number above 0", lambda v: v > 0),
     )
     restart_engine: bool = option(False, "Whether an engine that died is started again.")
@@ -214,6 +238,15 @@ class Config:
         self.origins: dict[str, str] = {}
         # Not a field: the plugins that its components were looked up in.
         self.loaded_plugins = Plugins()
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Mapping[str, Any]]) -> Config:
+        """What `asdict` made of a checked configuration, such as in another process. Sections that
+        are left out have their defaults; the plugins are loaded as it says."""
+        sections: dict[str, Any] = {f.name: f.default_factory for f in fields(cls)}
+        config = cls(**{name: sections[name](**given) for name, given in values.items()})
+        config.loaded_plugins = Plugins.load(config.plugins.allow, config.plugins.deny)
+        return config
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """All values by section, with keys that let somebody in left out."""

@@ -47,7 +47,7 @@ from pageloom.contract.executor import (
     WorkerReport,
 )
 from pageloom.contract.hooks import CONTRACT_VERSION, Register, hookimpl
-from pageloom.contract.loader import WeightLoader
+from pageloom.contract.loader import Slice, WeightLoader
 from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
 from pageloom.contract.quantizer import KVQuantizer, VectorLayout
 from pageloom.contract.scheduler import (
@@ -81,6 +81,7 @@ __all__ = [
     "RequestView",
     "Scheduler",
     "SchedulerView",
+    "Slice",
     "Step",
     "StepOutput",
     "StepRecord",

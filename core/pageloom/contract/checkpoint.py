@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from pageloom.contract.pretrained import (
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from pageloom.contract.loader import Slice
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,8 +73,12 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return read_tokenizer(self.folder, self._trust_remote_code)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor ``name`` of `files`, as it is stored: a view of the file, on the CPU."""
+    def tensor(self, name: str, part: Slice | None = None) -> torch.Tensor:
+        """The tensor ``name`` of `files`, or the ``part`` of it, as it is stored: a view of the
+        file, of which nothing is read before it is used, on the CPU.
+
+        Raises `ValueError` that names the tensor if it is not what ``part`` divides.
+        """
         from safetensors import SafetensorError
 
         file = self.files[name]
@@ -80,10 +86,26 @@ class Checkpoint:
         try:
             if name not in data.keys():  # noqa: SIM118 (safe_open is no mapping)
                 raise ValueError(f"{file} has no tensor {name!r}, which its index says it has")
-            tensor: torch.Tensor = data.get_tensor(name)
+            if part is None:
+                tensor: torch.Tensor = data.get_tensor(name)
+                return tensor
+            stored = data.get_slice(name)
+            part.check(name, stored.get_shape())
+            before = [slice(None)] * part.dim
+            sliced: torch.Tensor = stored[(*before, slice(part.start, part.stop))]
+            return sliced
         except SafetensorError as error:
             raise _incomplete(file, error) from error
-        return tensor
+
+    def tensors_of(
+        self, names: Iterable[str], parts: Mapping[str, Slice | None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the tensors ``names`` that ``parts`` asks for, as `WeightLoader.tensors_of`."""
+        for name in names:
+            if name not in parts:
+                yield name, self.tensor(name)
+            elif (part := parts[name]) is not None:
+                yield name, self.tensor(name, part)
 
     def _single_file(self) -> Path:
         folder = self.folder

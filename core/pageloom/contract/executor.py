@@ -322,6 +322,10 @@ class Executor(Component, ABC):
     """Steps that may be submitted before the first of them is received. With more than 1, the
     engine plans further requests while others are computed. Read after `start`."""
 
+    finds_devices: bool = False
+    """Whether it chooses the devices of its ranks itself, perhaps on other machines, so that those
+    of the engine's machine are not what counts. Read from the class."""
+
     worker: Worker | None = None
     """The only worker, if it is an object in the engine's process."""
 

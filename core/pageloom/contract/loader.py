@@ -48,7 +48,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pageloom.contract.component import Component
 
@@ -59,9 +60,33 @@ if TYPE_CHECKING:
     from pageloom.contract.quantizer import Kind
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank needs of a tensor: elements ``start`` to ``stop`` of dimension ``dim``, in
+    which the whole tensor has ``size``."""
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """That part of the tensor ``name``, a view. Raises what `check` does."""
+        self.check(name, tensor.shape)
+        return tensor.narrow(self.dim, self.start, self.stop - self.start)
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise `ValueError` if the tensor ``name`` of this shape is not of `size`."""
+        if len(shape) <= self.dim or shape[self.dim] != self.size:
+            raise ValueError(
+                f"tensor {name!r} is {list(shape)}, but dimension {self.dim}, which is divided "
+                f"over ranks, must have {self.size} elements"
+            )
+
+
 class WeightLoader(Component, ABC):
-    """Reads one model. Made once per engine; its methods are called once each, in the order
-    `model_config`, `tokenizer`, `linear` (per linear layer), `tensors`, `kv_scales`.
+    """Reads one model, or one rank's part of it. Made once per rank; its methods are called in the
+    order `model_config`, `tokenizer`, `linear` (per linear layer), `tensors_of`, `kv_scales`.
 
     ``path`` is what the YAML says in ``model.path`` after ``${...}`` is resolved: a file, a
     folder, or a hub id that this loader understands. Errors in the files are raised as
@@ -104,6 +129,36 @@ class WeightLoader(Component, ABC):
         next one is asked for, so a loader may reuse its memory.
         """
 
+    def tensors_of(self, parts: Mapping[str, Slice | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What of `tensors` one rank needs: of those in ``parts`` the slice, or nothing where that
+        is None, and all others whole. ``parts`` may name tensors that there are not.
+
+        A loader that can read a slice alone does so here: no rank should have to hold, or read,
+        the whole model. Raises `ValueError` for a tensor that its slice does not fit.
+
+        .. versionadded:: 1.2
+        """
+        for name, tensor in self.tensors():
+            if name not in parts:
+                yield name, tensor
+            elif (part := parts[name]) is not None:
+                yield name, part.of(name, tensor)
+
+    supports_parts: ClassVar[bool] = False
+    """Whether `linear` takes ``parts``. A loader that supplies layers without it can be used with
+    ``parallel.tensor_parallel_size`` 1 only.
+
+    .. versionadded:: 1.2
+    """
+
+    def input_unit(self, name: str) -> int:
+        """The inputs of linear layer ``name`` are best cut at multiples of this, such as where
+        groups that share a scale begin. Called before `linear`, only where inputs are divided.
+
+        .. versionadded:: 1.2
+        """
+        return 1
+
     def linear(
         self,
         names: Sequence[str],
@@ -112,6 +167,7 @@ class WeightLoader(Component, ABC):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[Slice] | None = None,
     ) -> torch.nn.Module | None:
         """A module that computes the linear layers ``names`` as one, or None for a plain one.
 
@@ -125,6 +181,15 @@ class WeightLoader(Component, ABC):
         module's ``forward`` must not wait for the device, so that CUDA graphs can hold it. Models
         that run through ``transformers`` never ask: a loader that serves those must yield every
         weight in `tensors`.
+
+        ``parts``, given only if `supports_parts`, has for each of ``names`` the slice of its
+        weight ``[out, in]`` that the module is to compute with: of the outputs (dimension 0; of
+        the bias likewise) or, for all alike, of the inputs. ``in_features`` and ``out_features``
+        are still those of the whole layers. Raises `ValueError` that names layer and numbers for a
+        slice that cannot be cut from the packed storage.
+
+        .. versionchanged:: 1.2
+           ``parts``
         """
         return None
 

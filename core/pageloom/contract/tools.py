@@ -1,4 +1,4 @@
-"""Tool parsers.
+r"""Tool parsers.
 
 A model that was given tools says in its own style which of them it calls. A parser finds the calls
 in its text as that comes, and says by a grammar how a call has to look where one is required.
@@ -15,7 +15,7 @@ A whole plugin, two files. ``pyproject.toml``::
 
 ``pageloom_shout.py``::
 
-    import json
+    import json, re
     from pageloom.contract import CallPiece, ToolParser, hookimpl
 
     contract_version = "1.1"
@@ -43,11 +43,9 @@ A whole plugin, two files. ``pyproject.toml``::
             return []
 
         def finish(self):
-            word, _, call = self.said.partition(" ")
-            if word != "CALL":
+            if not (call := re.fullmatch(r"CALL (\S+) ([a-z]+)", self.said)):
                 return [self.said]
-            name, _, value = call.partition(" ")
-            return [CallPiece(0, name), CallPiece(0, None, json.dumps({"word": value}))]
+            return [CallPiece(0, call[1]), CallPiece(0, None, json.dumps({"word": call[2]}))]
 
 Then ``server: {tool_parser: shout}`` in the YAML.
 """

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pageloom.config import load_config
-from pageloom.contract import EngineInfo, StepRecord
+from pageloom.contract import EngineInfo, Executor
 from pageloom.engine.detokenizer import Detokenizer
 from pageloom.engine.guides import GuideCompiler
 from pageloom.engine.memory_report import MemoryReport
 from pageloom.engine.open_request import OpenRequest
 from pageloom.engine.outputs import CompletionChunk, RequestOutput
-from pageloom.engine.prompts import Message, Prompt, PromptEncoder
+from pageloom.engine.planned import ChunkResult
+from pageloom.engine.prompts import Message, Prompt, PromptEncoder, as_prompts
+from pageloom.engine.stepper import Stepper
+from pageloom.engine.worker import EngineWorker
+from pageloom.errors import PageloomError
 from pageloom.plugins import Plugins
-from pageloom.runner.runner import ChunkResult, ModelRunner
-from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams, StepPlan
+from pageloom.runner.runner import ModelRunner
+from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams
 from pageloom.scheduling.beams import BeamSearch
 from pageloom.scheduling.structured import Guide
 
@@ -38,7 +40,7 @@ class Engine:
     def __init__(
         self,
         planner: Planner,
-        runner: ModelRunner,
+        executor: Executor,
         prompts: PromptEncoder,
         plugins: Plugins,
         info: EngineInfo,
@@ -48,18 +50,18 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self.planner = planner
-        self.runner = runner
+        self.executor = executor
         self.prompts = prompts
         self.plugins = plugins
         self.info = info
         self.memory = memory
         self.eos_token_ids = eos_token_ids
         self.debug = debug
-        self.guides = GuideCompiler(prompts.tokenizer, runner.model.vocab_size, eos_token_ids)
+        self.guides = GuideCompiler(prompts.tokenizer, prompts.vocab_size, eos_token_ids)
         self._open: dict[str, OpenRequest] = {}
         self._outbox: list[CompletionChunk] = []  # of requests that came by `add_request`
         self._ids = count()
-        self._steps = 0
+        self._stepper = Stepper(planner, executor, plugins, info.block_size)
         plugins.notify("engine_started", info=info)
 
     @classmethod
@@ -77,7 +79,7 @@ class Engine:
             from pageloom.engine.assemble import assemble
 
             config = load_config(path, overrides)
-            return assemble(config, config.loaded_plugins)
+            return assemble(config)
         finally:
             if collecting:
                 gc.enable()
@@ -119,8 +121,7 @@ class Engine:
         """
         params = params if params is not None else SamplingParams()
         _check_fields(params, request_id, priority, user, metadata, cache_salt)
-        vocab_size = self.runner.model.vocab_size
-        params.check_vocab(vocab_size)
+        params.check_vocab(self.vocab_size)
         guide = self.compile_guide(params) if guide is None else guide
         request = Request(
             self._new_id() if request_id is None else request_id,
@@ -134,7 +135,7 @@ class Engine:
             cache_salt=cache_salt,
             guide=guide,
         )
-        continuations = vocab_size - len(request.stop_token_ids)
+        continuations = self.vocab_size - len(request.stop_token_ids)
         if params.beam_width is not None and continuations < params.beam_width:
             raise ValueError(
                 f"beam_width is {params.beam_width}, but only {continuations} tokens of the "
@@ -178,6 +179,38 @@ class Engine:
         """The model's ``PreTrainedTokenizerFast``, or None."""
         return self.prompts.tokenizer
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows: ids are below."""
+        return self.prompts.vocab_size
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What computes steps, with the model and its cache, where all that is in this process.
+        Raises `PageloomError` where it is not."""
+        if not isinstance(self.executor.worker, EngineWorker):
+            raise PageloomError(
+                "the model is not in the engine's process; set parallel.executor to local"
+            )
+        return self.executor.worker.runner
+
+    def check_workers(self) -> None:
+        """Raise `WorkerError` if a worker is known to be gone. For when there is nothing to step:
+        `advance` finds out by itself. No request can be served any more then."""
+        self.executor.check_workers()
+
+    def shutdown(self) -> None:
+        """End all requests and all workers. The engine is of no use any more."""
+        for opened in list(self._open.values()):
+            self._end(opened, "abort")
+        self.executor.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; see `PromptEncoder.encode`."""
         return self.prompts.encode(prompt)
@@ -202,18 +235,18 @@ class Engine:
 
     def advance(self) -> None:
         """`step`, for those who take their chunks elsewhere: nothing is taken from others."""
-        started = time.monotonic()
         try:
-            plan = self.planner.plan()
-            occupied = self._occupied(plan)
-            results = self.runner.run(plan)
-            for request, of_request in groupby(results, key=lambda r: r.chunk.branch.request):
-                self._receive(request, list(of_request))
-        except BaseException:  # such as KeyboardInterrupt: no half step may be gone on from
+            step = self._stepper.run()
+            for request, results in groupby(step.results, key=lambda r: r.chunk.branch.request):
+                self._receive(request, list(results))
+            self._stepper.complete(step)
+        except (
+            BaseException
+        ) as error:  # such as KeyboardInterrupt: no half step may be gone on from
             for opened in list(self._open.values()):
                 self._end(opened, "error")
+            self._stepper.give_up(error)
             raise
-        self._observe(plan, occupied, started)
         if self.debug and not self.has_requests:
             self.planner.check_integrity()
 
@@ -226,7 +259,7 @@ class Engine:
 
         ``params`` is for all, or one per prompt. If one request cannot be served, none is.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(many)
         if len(params) != len(many):
@@ -321,41 +354,6 @@ class Engine:
         del self._open[record.request_id]
         self.plugins.notify("request_finished", record=record)
 
-    def _occupied(self, plan: StepPlan) -> dict[str, int] | None:
-        """How full the cache is while the step runs: before those that finish in it are freed."""
-        if not self.plugins.observes("step_finished"):
-            return None
-        pool = self.planner.pool
-        return {
-            "num_running": len(self.planner.running),
-            "num_waiting": len(self.planner.waiting),
-            "blocks_used": pool.num_used,
-            "blocks_cached": pool.num_cached,
-            "kv_tokens": self.planner.kv_tokens(plan),
-            "kv_slots": pool.num_used * self.info.block_size,
-        }
-
-    def _observe(self, plan: StepPlan, occupied: dict[str, int] | None, started: float) -> None:
-        self._steps += 1
-        if occupied is None:
-            return
-        decodes = sum(chunk.is_decode for chunk in plan.chunks)
-        record = StepRecord(
-            step=self._steps,
-            started=started,
-            finished=time.monotonic(),
-            prefill_tokens=plan.num_tokens - decodes,
-            decode_tokens=decodes,
-            recomputed_tokens=sum(chunk.num_recomputed for chunk in plan.chunks),
-            preempted=len(plan.preempted),
-            blocks_copied=len(plan.copies),
-            blocks_swapped_out=len(plan.swapped_out),
-            blocks_swapped_in=len(plan.swapped_in),
-            blocks_total=self.planner.pool.num_blocks,
-            **occupied,
-        )
-        self.plugins.notify("step_finished", record=record)
-
     def _new_id(self) -> str:
         return next(name for n in self._ids if (name := f"request-{n}") not in self.planner)
 
@@ -380,18 +378,3 @@ def _check_fields(
             raise ValueError(f"{name} must be a text, not {value!r}")
     if not isinstance(metadata, Mapping | None):
         raise ValueError(f"metadata must be a mapping, not {type(metadata).__name__}")
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text or a sequence of token ids is one prompt; a sequence of either is many."""
-    if isinstance(prompts, str) or (len(prompts) and _is_integer(prompts[0])):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True

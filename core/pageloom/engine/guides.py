@@ -11,11 +11,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pageloom.engine.tokenizer_spec import tokenizer_json
 from pageloom.scheduling.structured import Guide, GuideError, StructuredOutput
 
 if TYPE_CHECKING:
@@ -51,16 +51,6 @@ def build_tokenizer(spec: str, vocab_size: int, eos_token_ids: Sequence[int]) ->
         raise ValueError(
             f"structured output does not work with this model's tokenizer: {error}"
         ) from error
-
-
-def tokenizer_json(tokenizer: Any) -> str | None:
-    """``tokenizer.json`` of a ``PreTrainedTokenizerFast``; None for None."""
-    if tokenizer is None:
-        return None
-    plain = copy(tokenizer.backend_tokenizer)
-    plain.no_padding()
-    plain.no_truncation()
-    return str(plain.to_str())
 
 
 def build_matcher(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatcher:
@@ -217,7 +207,7 @@ class GuideCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """``tokenizer`` is a ``PreTrainedTokenizerFast`` or None."""
-        self._spec = partial(tokenizer_json, tokenizer)
+        self._spec = partial(tokenizer_json, tokenizer, vocab_size)
         self._vocab_size, self._ends = vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pageloom.config import Config
-from pageloom.contract import WeightLoader
+from pageloom.contract import Group, WeightLoader
 from pageloom.errors import PageloomError, one_line
 from pageloom.models.architecture import LARGEST_SIZE
 from pageloom.models.build import build_model
@@ -18,33 +18,56 @@ from pageloom.plugins import Plugins
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to run, and how it was loaded."""
+class ModelSource:
+    """A model that is found and understood, but whose weights are not loaded."""
 
-    model: Model
     loader: WeightLoader
+    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
-    architecture: str
     dtype: torch.dtype
     max_model_len: int  # tokens
-    eos_token_ids: frozenset[int]
+
+    @property
+    def architecture(self) -> str:
+        model_type: str = self.config.model_type
+        return model_type
+
+    def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
+        """The ids that end a generation; those that the model can never produce are left out."""
+        ids = self.config.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset(i for i in ([ids] if isinstance(ids, int) else ids) if 0 <= i < vocab_size)
 
 
-def load_model(config: Config, plugins: Plugins, device: torch.device) -> LoadedModel:
-    """Raises `PageloomError` for what cannot be loaded."""
+def open_model(config: Config, plugins: Plugins) -> ModelSource:
+    """Raises `PageloomError` for what cannot be read."""
     try:
         loader = _open(config, plugins)
         model_config = loader.model_config()
-        tokenizer = _tokenizer(config.model.tokenizer, loader)
-        dtype = _dtype(config.model.dtype, model_config)
-        max_model_len = _max_model_len(config.model.max_model_len, model_config)
-        model = build_model(
+        return ModelSource(
             loader,
             model_config,
-            dtype=dtype,
+            _tokenizer(config.model.tokenizer, loader),
+            _dtype(config.model.dtype, model_config),
+            _max_model_len(config.model.max_model_len, model_config),
+        )
+    except (ValueError, OSError) as error:
+        raise PageloomError(f"model {config.model.path}: {error}") from error
+
+
+def load_model(config: Config, source: ModelSource, device: torch.device, group: Group) -> Model:
+    """The part of the model that the group's rank computes. Raises `PageloomError` for what cannot
+    be loaded."""
+    try:
+        return build_model(
+            source.loader,
+            source.config,
+            dtype=source.dtype,
             device=device,
-            max_model_len=max_model_len,
+            max_model_len=source.max_model_len,
             trust_remote_code=config.model.trust_remote_code,
+            group=group,
         )
     except (ValueError, OSError) as error:
         raise PageloomError(f"model {config.model.path}: {error}") from error
@@ -52,15 +75,6 @@ def load_model(config: Config, plugins: Plugins, device: torch.device) -> Loaded
         raise PageloomError(
             f"model {config.model.path} cannot be built on {device}: {one_line(error)}"
         ) from error
-    return LoadedModel(
-        model,
-        loader,
-        tokenizer,
-        model_config.model_type,
-        dtype,
-        max_model_len,
-        _eos_token_ids(model_config, model.vocab_size),
-    )
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
@@ -113,11 +127,3 @@ def _max_model_len(wanted: int | None, model_config: PretrainedConfig) -> int:
             f"model.max_model_len is {longest}, but the model was made for {trained} tokens at most"
         )
     return longest
-
-
-def _eos_token_ids(model_config: PretrainedConfig, vocab_size: int) -> frozenset[int]:
-    """The ids that end a generation; those that the model can never produce are left out."""
-    ids = model_config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset(i for i in ([ids] if isinstance(ids, int) else ids) if 0 <= i < vocab_size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pageloom.engine.detokenizer import Detokenizer
 from pageloom.engine.outputs import CompletionChunk, CompletionOutput, RequestOutput
-from pageloom.runner.runner import Draw
+from pageloom.engine.planned import Draw
 from pageloom.scheduling import Branch, FinishReason, Request
 from pageloom.scheduling.beams import Hypothesis
 from pageloom.scheduling.logprobs import TokenLogprobs

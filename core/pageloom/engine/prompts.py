@@ -6,7 +6,7 @@ import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -96,9 +96,16 @@ class PromptEncoder:
                 f"(max_model_len) can stand for"
             )
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except TypeError as error:  # what tokenizers raises for lone surrogates
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+        if (largest := max(token_ids, default=0)) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise ValueError(
+                f"the prompt has the token {token!r}, which the tokenizer knows as {largest}, but "
+                f"the model has {self.vocab_size} tokens only"
+            )
+        return token_ids
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         if isinstance(prompt, (bytes, bytearray, Mapping)):
@@ -120,3 +127,18 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{value} is not a token id")
     return operator.index(value)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text or a sequence of token ids is one prompt; a sequence of either is many."""
+    if isinstance(prompts, str) or (len(prompts) and _is_integer(prompts[0])):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

@@ -1,21 +1,17 @@
-"""One step on tensors: batch, forward pass, logits, sample."""
+"""One step on tensors: move blocks, forward pass, logits, sample."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from pageloom.contract import AttentionBackend
+from pageloom.contract import AttentionBackend, Rank, StepOutput
 from pageloom.models.model import Attend, Model
 from pageloom.runner.batch import StepBatch, assemble_batch
 from pageloom.runner.graphs import DecodeGraphs
-from pageloom.runner.sampler import Sampler, SampleRow
-from pageloom.scheduling import Chunk, StepPlan
-from pageloom.scheduling.logprobs import TokenLogprobs
-from pageloom.scheduling.structured import GuideError
+from pageloom.runner.sampler import Sampler
+from pageloom.runner.step import BeamRow, DrawRow, ScoreRow, Step
 
 # Rows of logits held at once for prompt logprobs: 256 rows of 128k float32 are 128 MiB.
 PROMPT_LOGPROB_ROWS = 256
@@ -30,61 +26,12 @@ ALL_BANNED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A next token, drawn by a request's `SamplingParams`."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(slots=True)
-class ChunkResult:
-    """What one chunk of a plan yielded.
-
-    ``draws`` has a token for each of ``chunk.draws``; a beam's has none, but ``candidates``, the
-    likeliest next tokens with their log-probabilities. A failed chunk has neither.
-
-    ``prompt_logprobs`` scores the tokens of the prompt that follow the chunk's, up to the next
-    chunk's first. Tokens that were scored before a preemption are not scored again, so the lists
-    of a branch's chunks, one after the other, are the whole prompt's without gap or overlap.
-    """
-
-    chunk: Chunk
-    draws: list[Draw] = field(default_factory=list)
-    candidates: list[tuple[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    failure: str | None = None  # a sentence for the operator: why the request cannot go on
-
-    def fail(self, reason: str) -> None:
-        """Give up what the chunk yielded, for ``reason``."""
-        self.draws, self.candidates, self.prompt_logprobs = [], [], []
-        self.failure = reason
-
-
-@dataclass(frozen=True, slots=True)
-class _DrawRow:
-    row: int  # of the logits
-    result: ChunkResult
-    index: int  # of the branch that the token is for
-
-    def sample_row(self) -> SampleRow:
-        """Raises `GuideError` if nobody knows what may follow."""
-        branch = self.result.chunk.branch
-        request = branch.request
-        return SampleRow(
-            request.params,
-            request.prompt_token_ids,
-            branch.output_token_ids,
-            request.eos_token_ids,
-            self.index,
-            branch.guide.mask() if branch.guide is not None else None,
-        )
+ALONE = Rank()
 
 
 class ModelRunner:
-    """Runs committed plans. Between steps it keeps the backend's cache, and what of it is swapped
-    out to the host."""
+    """Runs steps on one rank's part of the model. Between steps it keeps the backend's cache, and
+    what of it is swapped out to the host."""
 
     def __init__(
         self,
@@ -94,6 +41,7 @@ class ModelRunner:
         device: torch.device,
         host_blocks: int = 0,
         graphs: DecodeGraphs | None = None,
+        rank: Rank = ALONE,
     ) -> None:
         """``host_blocks`` is the size of the planner's host pool. ``graphs``, if any, compute the
         steps that fit them; they are of the same model and backend."""
@@ -102,42 +50,41 @@ class ModelRunner:
         self.sampler = sampler
         self.device = device
         self.graphs = graphs
+        self.rank = rank
         # Takes memory only as its blocks are written.
         self._host = torch.empty(host_blocks, backend.bytes_per_block(), dtype=torch.uint8)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
-        """Move blocks as the plan says, compute its chunks, and draw where one completes its
-        branch. Results are in row order: chunks of one token first.
-
-        A chunk from whose logits nothing can be read fails alone, see `ChunkResult.failure`.
-        """
-        computed = self.compute(plan)
-        if computed is None:
-            return []
-        batch, hidden = computed
-        results = [ChunkResult(chunk) for chunk in batch.chunks]
-        self._sample(batch, hidden, results)
-        self._score_prompts(batch, hidden, results)
-        return results
+    def run(self, step: Step) -> StepOutput | None:
+        """Move blocks as the step says, compute its sequences, and draw what it asks for; None on
+        ranks that do not draw. Where nothing can be read from logits, that draw fails alone."""
+        computed = self.compute(step)
+        output = StepOutput()
+        if computed is not None and self.rank.is_last:
+            batch, hidden = computed
+            self._sample(step, batch, hidden, output)
+            starts = batch.attention.query_start_host
+            for row in step.scored:
+                self._score(row, hidden[int(starts[row.sequence]) + row.first :], output)
+        return output if self.rank.answers else None
 
     @torch.inference_mode()
-    def compute(self, plan: StepPlan) -> tuple[StepBatch, torch.Tensor] | None:
-        """What `run` does before anything is drawn: move blocks, and compute the chunks.
+    def compute(self, step: Step) -> tuple[StepBatch, torch.Tensor] | None:
+        """What `run` does before anything is drawn: move blocks, and compute the sequences.
 
         Returns the batch and the final hidden states of its rows, ``[T, hidden_size]``, valid until
-        the next step; None if the plan has no chunks.
+        the next step; None if the step has no sequences.
         """
-        self._move_blocks(plan)
-        if not plan.chunks:
+        self._move_blocks(step)
+        if not step.query_lens:
             return None
-        batch = assemble_batch(plan.chunks, self.backend.spec.block_size)
+        batch = assemble_batch(step.arrays, self.backend.spec.block_size)
         return batch, self._forward(batch)
 
-    def _move_blocks(self, plan: StepPlan) -> None:
+    def _move_blocks(self, step: Step) -> None:
         # Whoever gives way may leave its blocks to whoever comes back, on both sides: read, then
         # write.
-        outgoing, incoming = plan.swapped_out, plan.swapped_in
+        outgoing, incoming = step.swapped_out, step.swapped_in
         if incoming:
             coming = self._host[[source for source, _ in incoming]]
         if outgoing:
@@ -145,8 +92,8 @@ class ModelRunner:
             self._host[[target for _, target in outgoing]] = going
         if incoming:
             self.backend.write_blocks([target for _, target in incoming], coming)
-        if plan.copies:
-            self.backend.copy_blocks(plan.copies)
+        if step.copies:
+            self.backend.copy_blocks(step.copies)
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
         """The hidden states ``[T, hidden_size]`` of a step, valid until the next."""
@@ -156,94 +103,56 @@ class ModelRunner:
         self.backend.plan(batch.attention)
         return self.model.forward(batch.token_ids, batch.positions, Attend.of(self.backend))
 
-    def _sample(self, batch: StepBatch, hidden: torch.Tensor, results: list[ChunkResult]) -> None:
-        sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.draws]
-        if not sampling:
+    def _sample(
+        self, step: Step, batch: StepBatch, hidden: torch.Tensor, output: StepOutput
+    ) -> None:
+        """Draws and candidates. Every sequence that wants any has one row of logits."""
+        wanted = {draw.sequence for draw in step.draws} | {beam.sequence for beam in step.beams}
+        sequences = sorted(wanted)
+        if not sequences:
             return
-        if len(sampling) < len(hidden):
-            hidden = hidden[batch.last_rows[sampling].to(self.device)]
+        if len(sequences) < len(hidden):
+            hidden = hidden[batch.last_rows[sequences].to(self.device)]
         logits = self.model.logits(hidden)
-        drawing: list[_DrawRow] = []
-        beams: dict[int, list[tuple[int, ChunkResult]]] = {}  # by number of candidates
-        for row, i in enumerate(sampling):
-            branch, draws = batch.chunks[i].branch, batch.chunks[i].draws
-            if (search := branch.request.beams) is not None:
-                # Which of equal logits are likeliest may depend on how many are asked for, so
-                # rows that ask for more must not decide for others.
-                beams.setdefault(search.num_candidates, []).append((row, results[i]))
-            else:
-                drawing += [_DrawRow(row, results[i], branch.index + n) for n in range(draws)]
-        for count, ranked in beams.items():
-            of_beams = _take(logits, [row for row, _ in ranked])
-            self._rank(of_beams, count, [result for _, result in ranked])
-        if drawing:
-            self._draw(_take(logits, [draw.row for draw in drawing]), drawing)
-
-    def _rank(self, logits: torch.Tensor, count: int, results: Sequence[ChunkResult]) -> None:
-        """``count`` candidates of beams, a row of logits each."""
-        for result, found in zip(results, self.sampler.candidates(logits, count), strict=True):
-            if found is None:
-                result.fail(f"no beam can go on: {NAN}")
-            else:
-                result.candidates = found
-
-    def _draw(self, logits: torch.Tensor, drawing: Sequence[_DrawRow]) -> None:
-        """A token for each row of logits."""
-        rows, stuck = _sample_rows(drawing)
-        if stuck:
-            kept = [i for i in range(len(drawing)) if i not in stuck]
-            logits, drawing = logits[kept], [drawing[i] for i in kept]
-        if not rows:
+        if not self.rank.answers:
             return
-        sampled = self.sampler.sample(logits, rows)
-        for draw, token_id, logprobs in zip(
-            drawing, sampled.token_ids, sampled.logprobs, strict=True
-        ):
-            draw.result.draws.append(Draw(token_id, logprobs))
+        row_of = {sequence: row for row, sequence in enumerate(sequences)}
+        output.candidates = self._rank(logits, step.beams, row_of)
+        if step.draws:
+            rows = [row_of[draw.sequence] for draw in step.draws]
+            self._draw(_take(logits, rows), step.draws, output)
+
+    def _rank(
+        self, logits: torch.Tensor, beams: Sequence[BeamRow], row_of: dict[int, int]
+    ) -> list[list[tuple[int, float]] | None]:
+        """Candidates of each beam; None where the logits cannot be read."""
+        # Which of equal logits are likeliest may depend on how many are asked for, so rows that
+        # ask for more must not decide for others.
+        found: dict[int, list[tuple[int, float]] | None] = {}
+        for count in {beam.count for beam in beams}:
+            rows = [row_of[beam.sequence] for beam in beams if beam.count == count]
+            candidates = self.sampler.candidates(_take(logits, rows), count)
+            found.update(zip(rows, candidates, strict=True))
+        return [found[row_of[beam.sequence]] for beam in beams]
+
+    def _draw(self, logits: torch.Tensor, drawing: Sequence[DrawRow], output: StepOutput) -> None:
+        """A token for each row of logits, which are overwritten."""
+        sampled = self.sampler.sample(logits, [draw.sample for draw in drawing])
+        output.token_ids, output.logprobs = sampled.token_ids, list(sampled.logprobs)
         for row in sampled.invalid:
             banned = bool(logits[row].isneginf().all())  # in the logits as `sample` changed them
-            drawing[row].result.fail(ALL_BANNED if banned else f"no token can be drawn: {NAN}")
+            output.failures[row] = ALL_BANNED if banned else f"no token can be drawn: {NAN}"
 
-    def _score_prompts(
-        self, batch: StepBatch, hidden: torch.Tensor, results: list[ChunkResult]
-    ) -> None:
-        """Log-probabilities of the prompt tokens that follow each row of a chunk."""
-        starts = batch.attention.query_start_host.tolist()
-        for result, first, end in zip(results, starts, starts[1:], strict=False):
-            wanted = result.chunk.branch.request.params.prompt_logprobs is not None
-            if wanted and result.failure is None:
-                self._score_prompt(result, hidden[first:end])
-
-    def _score_prompt(self, result: ChunkResult, hidden: torch.Tensor) -> None:
-        chunk, request = result.chunk, result.chunk.branch.request
-        # What was computed before a preemption was scored then.
-        start = max(chunk.start, chunk.branch.recompute_until)
-        stop = min(chunk.stop, len(request.prompt_token_ids) - 1)
-        for at in range(start, stop, PROMPT_LOGPROB_ROWS):
-            end = min(at + PROMPT_LOGPROB_ROWS, stop)
-            logits = self.model.logits(hidden[at - chunk.start : end - chunk.start])
-            following = torch.tensor(request.prompt_token_ids[at + 1 : end + 1], device=self.device)
-            top = request.params.prompt_logprobs or 0
-            scored = self.sampler.prompt_logprobs(logits, following, top)
-            for position, score in enumerate(scored, at + 1):
-                if math.isnan(score.logprob):
-                    where = f"the prompt token at position {position} cannot be scored"
-                    return result.fail(f"{where}: {NAN}")
-            result.prompt_logprobs += scored
-        return None
-
-
-def _sample_rows(drawing: Sequence[_DrawRow]) -> tuple[list[SampleRow], set[int]]:
-    """What each is drawn by; and those, already failed, for which there is no such row."""
-    rows: list[SampleRow] = []
-    stuck: set[int] = set()
-    for i, draw in enumerate(drawing):
-        try:
-            rows.append(draw.sample_row())
-        except GuideError as error:
-            stuck.add(i)
-            draw.result.fail(f"no token can be drawn by its grammar: {error}")
-    return rows, stuck
+    def _score(self, row: ScoreRow, hidden: torch.Tensor, output: StepOutput) -> None:
+        """Log-probabilities of following tokens; ``hidden`` begins with whom the first follows."""
+        scores = []
+        for at in range(0, len(row.token_ids), PROMPT_LOGPROB_ROWS):
+            token_ids = row.token_ids[at : at + PROMPT_LOGPROB_ROWS]
+            logits = self.model.logits(hidden[at : at + len(token_ids)])
+            if self.rank.answers:
+                following = torch.tensor(token_ids, device=self.device)
+                scores += self.sampler.prompt_logprobs(logits, following, row.num_top)
+        output.scores.append(scores)
 
 
 def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -87,14 +87,17 @@ class DraftPlan:
         limits: Limits,
         running: Mapping[str, Request],
         waiting: Mapping[str, Request],
+        hidden_seats: int = 0,
     ) -> None:
+        """``hidden_seats`` are taken by running requests that this plan is not about."""
         self._pool = pool
         self._host = host
         self._limits = limits
         self._running = running
         self._waiting = waiting
         self._tokens_left = limits.max_num_batched_tokens
-        self._seats_left = limits.max_num_seqs - sum(r.seats for r in running.values())
+        taken = hidden_seats + sum(r.seats for r in running.values())
+        self._seats_left = limits.max_num_seqs - taken
         self._spare_blocks = 0  # that the grant asked for must leave
         self._refusal: Refusal | None = None
         self._chunks: list[Chunk] = []

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from pageloom.contract import RequestRecord, RequestView, Scheduler
 from pageloom.memory import (
@@ -82,7 +83,11 @@ class Planner:
         policy: str,
         host: BlockPool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        steps_in_flight: int = 1,
     ) -> None:
+        """With ``steps_in_flight`` more than 1, as many plans may be made before the first of them
+        is advanced and `complete`. A request is in one of them at a time, and the running ones are
+        shared out evenly, so that the stages of a pipeline have equal work."""
         self.scheduler = scheduler
         self.pool = pool
         self.host = host
@@ -96,6 +101,8 @@ class Planner:
         self._finished: list[RequestView] = []
         self._empty_plans = 0
         self._fruitless_preemptions = 0
+        self._steps_in_flight = steps_in_flight
+        self._in_flight: list[StepPlan] = []  # while several may be
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -120,10 +127,14 @@ class Planner:
         Raises `PolicyError` if the policy raises or is stuck. No block is lost then, and every
         request can still be finished.
         """
-        draft = DraftPlan(self.pool, self.host, self.limits, self.running, self.waiting)
+        running = self._share() if self._steps_in_flight > 1 else self.running
+        hidden = sum(r.seats for name, r in self.running.items() if name not in running)
+        if not running and hidden >= self.limits.max_num_seqs:  # all are in other plans
+            return self._remember(StepPlan(()))
+        draft = DraftPlan(self.pool, self.host, self.limits, running, self.waiting, hidden)
         view = QueueView(
             now=self.clock(),
-            running=tuple(request.view for request in self.running.values()),
+            running=tuple(request.view for request in running.values()),
             waiting=WaitingView(self.waiting),
             arrived=tuple(self._arrived),
             finished=tuple(self._finished),
@@ -140,7 +151,12 @@ class Planner:
             plan = draft.close()
             self._commit(plan, view.now)
         self._detect_stall(plan)
-        return plan
+        return self._remember(plan)
+
+    def complete(self, plan: StepPlan) -> None:
+        """A plan was carried out and advanced, or given up: its requests may be planned again."""
+        if self._steps_in_flight > 1:
+            self._in_flight.remove(plan)
 
     def advance(self, chunk: Chunk, token_ids: Sequence[int] = ()) -> list[Branch]:
         """Record that a chunk was computed, and the ``chunk.draws`` tokens drawn after it.
@@ -219,7 +235,7 @@ class Planner:
     def kv_tokens(self, plan: StepPlan) -> int:
         """Token states in the used blocks once ``plan`` has run, each counted once however many
         branches share it."""
-        stops = {chunk.branch: chunk.stop for chunk in plan.chunks}
+        stops = {chunk.branch: chunk.stop for p in (*self._in_flight, plan) for chunk in p.chunks}
         tokens = blocks = 0
         for request in self.running.values():
             ends = [stops.get(branch, branch.num_computed) for branch in request.branches]
@@ -253,6 +269,20 @@ class Planner:
                     f"computed, but its blocks hold {branch.table.capacity}"
                 )
 
+    def _remember(self, plan: StepPlan) -> StepPlan:
+        if self._steps_in_flight > 1:
+            self._in_flight.append(plan)
+        return plan
+
+    def _share(self) -> dict[str, Request]:
+        """The running requests that the next plan may have: none that is in another."""
+        busy = {chunk.branch.request for plan in self._in_flight for chunk in plan.chunks}
+        free = {name: r for name, r in self.running.items() if r not in busy}
+        if self._empty_plans:
+            return free  # whoever was left out may be who can go on
+        share = -(-len(self.running) // self._steps_in_flight)
+        return dict(islice(free.items(), share))
+
     def _note_first_token(self, request: Request) -> None:
         if request.first_token_time is None:
             request.first_token_time = self.clock()
@@ -271,7 +301,7 @@ class Planner:
             request.status = Status.WAITING
 
     def _detect_stall(self, plan: StepPlan) -> None:
-        idle = not (plan.chunks or plan.preempted) and self.has_requests
+        idle = not (plan.chunks or plan.preempted or self._in_flight) and self.has_requests
         self._empty_plans = self._empty_plans + 1 if idle else 0
         if any(chunk.stop > chunk.branch.recompute_until for chunk in plan.chunks):
             self._fruitless_preemptions = 0

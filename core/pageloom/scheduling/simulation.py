@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from random import Random
@@ -13,7 +14,7 @@ from pageloom.contract import Scheduler
 from pageloom.memory import BlockPool
 from pageloom.scheduling.plan import Chunk, Limits, PreemptionMode, StepPlan
 from pageloom.scheduling.planner import Planner
-from pageloom.scheduling.request import Branch, Request
+from pageloom.scheduling.request import Branch, Request, Status
 
 VOCAB_SIZE = 1 << 15
 
@@ -44,8 +45,11 @@ class Simulation:
         preemption_mode: PreemptionMode = "auto",
         host_blocks: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        steps_in_flight: int = 1,
     ) -> None:
         """``host_blocks`` is the size of the host pool; with 0 nothing can be swapped."""
+        self._steps_in_flight = steps_in_flight
+        self._in_flight: deque[StepPlan] = deque()
         self.planner = Planner(
             scheduler,
             BlockPool(num_blocks),
@@ -61,6 +65,7 @@ class Simulation:
             policy=type(scheduler).__name__,
             host=BlockPool(host_blocks) if host_blocks else None,
             clock=clock,
+            steps_in_flight=steps_in_flight,
         )
 
     def draw(self, branch: Branch, count: int) -> list[int]:
@@ -81,12 +86,22 @@ class Simulation:
         self.planner.add(request)
 
     def step(self) -> SimulatedStep:
-        """Plan, pretend to compute, and finish what has ended."""
-        plan = self.planner.plan()
+        """Plan, pretend to compute the oldest plan in flight, and finish what has ended."""
+        while len(self._in_flight) < self._steps_in_flight:
+            plan = self.planner.plan()
+            if not plan.chunks:
+                self.planner.complete(plan)
+                if not self._in_flight:
+                    return SimulatedStep(plan, [])
+                break
+            self._in_flight.append(plan)
+        plan = self._in_flight.popleft()
         finished = []
         for request, chunks in groupby(plan.chunks, key=lambda chunk: chunk.branch.request):
-            if self._advance(request, list(chunks)):
+            open_still = request.status is not Status.FINISHED
+            if open_still and self._advance(request, list(chunks)):
                 finished.append(request)
+        self.planner.complete(plan)
         return SimulatedStep(plan, finished)
 
     def drive(self, arrivals: Iterable[Request], backlog: int = 32) -> Iterator[SimulatedStep]:

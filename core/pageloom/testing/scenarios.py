@@ -127,6 +127,7 @@ def scenarios(draw: st.DrawFn, aborts: bool = False) -> Scenario:
         "enable_prefix_caching": draw(st.booleans()),
         "preemption_mode": draw(st.sampled_from(["auto", "recompute", "swap"])),
         "host_blocks": draw(st.sampled_from([0, 4, 40])),
+        "steps_in_flight": draw(st.sampled_from([1, 1, 2, 3])),
     }
     return Scenario(limits, tuple(sorted(arrivals, key=lambda arrival: arrival.step)))
 

@@ -64,7 +64,7 @@ def prepare(trace: Trace, sides: Sequence[Side], seed: int) -> Trace:
 
     Raises `PageloomError` with the config and the request at fault.
     """
-    vocab_size = min(side.engine.runner.model.vocab_size for side in sides)
+    vocab_size = min(side.engine.vocab_size for side in sides)
     prepared = []
     for number, request in enumerate(draw_token_ids(trace, vocab_size, seed), 1):
         for side in sides:

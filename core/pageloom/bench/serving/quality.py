@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from pageloom.bench.statistics import CONFIDENCE
 from pageloom.engine.engine import Engine
+from pageloom.engine.planned import PlannedStep
 from pageloom.errors import PageloomError
 from pageloom.runner.runner import NAN
 from pageloom.scheduling import Request, SamplingParams
@@ -166,14 +167,14 @@ def _cut(engines: Mapping[str, Engine], sample: Sample) -> list[list[int]]:
     """The windows, of token ids that are right for every engine."""
     tokenized = {name: _tokenize(name, engine, sample) for name, engine in engines.items()}
     (baseline, (first, token_ids)), *others = tokenized.items()
-    size = engines[baseline].runner.model.vocab_size
+    size = engines[baseline].vocab_size
     for name, tokens in others:
         if tokens != (first, token_ids):
             raise PageloomError(
                 f"{name} and {baseline} make different tokens of {sample.source}, so what they "
                 "predict cannot be compared; give configs of models with the same tokenizer"
             )
-        if (other := engines[name].runner.model.vocab_size) != size:
+        if (other := engines[name].vocab_size) != size:
             raise PageloomError(
                 f"{name} predicts {other} tokens and {baseline} {size}, so their distributions "
                 "cannot be compared; give configs of models with the same vocabulary"
@@ -219,10 +220,11 @@ def _hidden_states(name: str, engine: Engine, window: list[int]) -> torch.Tensor
     try:
         (branch,) = request.branches
         while branch.num_computed < len(window):
-            computed = engine.runner.compute(planner.plan())
+            plan = planner.plan()
+            computed = engine.runner.compute(PlannedStep(plan).step)
             if computed is not None:
-                batch, states = computed
-                (chunk,) = batch.chunks
+                _, states = computed
+                (chunk,) = plan.chunks
                 steps[chunk.start] = states.clone()
                 planner.advance(chunk)
     finally:

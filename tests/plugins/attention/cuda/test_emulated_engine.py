@@ -36,7 +36,7 @@ def answers(tmp_path, monkeypatch):
     def answer(name, dtype, quantizer, params):
         given = [f"attention.backend={name}", f"model.dtype={dtype}"]
         given += [f"kv_cache.quantizer={quantizer}"] if quantizer else []
-        engine = assemble(load_config(path, given, plugins), plugins)
+        engine = assemble(load_config(path, given, plugins))
         return engine.generate(PROMPTS, params)
 
     def answers(*args, **params):
