@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Group, WeightLoader
 from pageloom.errors import one_line
 from pageloom.models.architecture import DecoderArchitecture, why_not
 from pageloom.models.decoder import Decoder
 from pageloom.models.decoder_weights import load_decoder_weights
-from pageloom.models.model import Model, UnsupportedModelError
+from pageloom.models.model import ALONE, Model, UnsupportedModelError
 from pageloom.models.rope import rotary_frequencies
+from pageloom.models.shards import Shard
 from pageloom.ops.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ def build_model(
     device: torch.device,
     max_model_len: int,
     trust_remote_code: bool = False,
+    group: Group = ALONE,
 ) -> Model:
-    """Load ``loader``'s weights into the model that ``hf_config`` describes.
+    """Load ``loader``'s weights into the model that ``hf_config`` describes, or into the part of
+    it that is for the rank of ``group``.
 
     llama, mistral, qwen2 and qwen3 run in Pageloom's `Decoder`; everything else that
     ``transformers`` can load, and what a configuration of these asks for beyond the decoder, runs
@@ -41,11 +44,10 @@ def build_model(
     own = not (trust_remote_code and _brings_code(hf_config))
     if own and (plan := _plan_decoder(hf_config, max_model_len)) is not None:
         arch, inv_freq, scale = plan
-        return Decoder(
-            arch,
-            RotaryTable(inv_freq, scale, max_model_len, dtype, device),
-            load_decoder_weights(arch, loader, dtype, device),
-        )
+        shard = Shard.of(arch, group.rank)
+        rotary = RotaryTable(inv_freq, scale, max_model_len, dtype, device)
+        weights = load_decoder_weights(arch, shard, loader, dtype, device)
+        return Decoder(arch, shard, rotary, weights, group)
     # Imported here: the modelling code of transformers takes seconds.
     from pageloom.models.fallback import load_transformers_model
 
@@ -56,6 +58,7 @@ def build_model(
         device=device,
         max_model_len=max_model_len,
         trust_remote_code=trust_remote_code,
+        group=group,
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Slice, WeightLoader
 from pageloom.contract.pretrained import (
     CONFIG_FILE,
     HUB_PATTERNS,
@@ -64,10 +64,17 @@ class DummyLoader(WeightLoader):
         return read_tokenizer(self._config_file.parent, self.config.trust_remote_code)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.tensors_of({})
+
+    def tensors_of(self, parts: Mapping[str, Slice | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each module is made whole before it is cut, so that weights do not depend on how they
+        are divided."""
         import torch
 
         with torch.no_grad():
-            yield from self._fill(self._meta_model())
+            for name, tensor in self._fill(self._meta_model(), parts):
+                part = parts.get(name)
+                yield name, tensor if part is None else part.of(name, tensor)
 
     @cached_property
     def _config_file(self) -> Path:
@@ -85,7 +92,10 @@ class DummyLoader(WeightLoader):
             )
         return model
 
-    def _fill(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    def _fill(
+        self, model: PreTrainedModel, parts: Mapping[str, Slice | None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of ``model``, whole, but for those of which nothing is needed."""
         import torch
 
         from pageloom.models.repeated_random import RepeatedRandom
@@ -97,7 +107,8 @@ class DummyLoader(WeightLoader):
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             names = {part: f"{prefix}.{part}" if prefix else part for part, _ in own}
             names = {part: n for part, n in names.items() if n in saved and n not in tied}
-            if not names:
+            needed = {n for n in names.values() if n not in parts or parts[n] is not None}
+            if not needed:
                 continue
             with torch.random.fork_rng(devices=[]):
                 # Torch's CPU generator takes 32 bits of a seed.
@@ -110,5 +121,6 @@ class DummyLoader(WeightLoader):
                     tensor = getattr(module, part).detach()
                     if tensor.ndim == 1 and tensor.is_floating_point():
                         tensor = tensor + torch.randn_like(tensor) * spread
-                    yield name, tensor
+                    if name in needed:
+                        yield name, tensor
             module.to_empty(device="meta", recurse=False)

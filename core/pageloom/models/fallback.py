@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Group, WeightLoader
 from pageloom.models.fallback_load import model_on_meta, with_weights
+from pageloom.models.fallback_parallel import own_heads, ranks_agree
 from pageloom.models.fallback_probe import PROBE, Probe, attach
 from pageloom.models.model import Attend, Model, UnsupportedModelError
 from pageloom.models.rope import fix_length_dependent
@@ -31,18 +32,28 @@ def load_transformers_model(
     device: torch.device,
     max_model_len: int,
     trust_remote_code: bool,
+    group: Group,
 ) -> TransformersModel:
-    """Load what `build_model` does not build itself. Arguments and errors as there."""
+    """Load what `build_model` does not build itself. Arguments and errors as there.
+
+    All tensor ranks of ``group`` must load at the same time, as they compute a probe together.
+    """
     refused = _unservable(config)
+    if refused is None and group.rank.stages > 1:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be divided into {group.rank.stages} stages: it runs in "
+            "the model code of transformers, which computes all layers; set "
+            "parallel.pipeline_parallel_size to 1."
+        )
     if refused is None:
         blank = model_on_meta(config, PROBE, trust_remote_code)
         if blank._is_stateful:
             refused = "it keeps a recurrent state beside the KV cache"
     if refused is not None:
         raise UnsupportedModelError(f"{config.model_type} cannot be served: {refused}.")
-    model = with_weights(blank, loader, dtype, device)
+    model = with_weights(blank, loader, dtype, device, group)
     fix_length_dependent(model, max_model_len)
-    return TransformersModel(model, max_model_len)
+    return TransformersModel(model, max_model_len, group)
 
 
 class TransformersModel(Model):
@@ -54,16 +65,20 @@ class TransformersModel(Model):
     """
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
-        """Take over ``model``, which has its weights and the `PROBE` attention.
+    def __init__(self, model: PreTrainedModel, max_model_len: int, group: Group) -> None:
+        """Take over ``model``, which has its weights, or the part of them of ``group``'s tensor
+        rank, and the `PROBE` attention.
 
         Raises `UnsupportedModelError` for what a probe of a few tokens shows to be unservable.
         """
+        self.group = group
         probe = Probe(model, max_model_len)
         token_ids = torch.arange(1, 3, device=model.device)
         inner, result, logits = probe.record(token_ids)
         self.layers = tuple(probe.specs.values())
         self.vocab_size = logits.shape[1]
+        if not ranks_agree(result.last_hidden_state[0], group):
+            raise probe.refusal("its tensor-parallel plan gives each rank other hidden states")
 
         model.set_attn_implementation(ATTENTION)
         if model.config.get_text_config()._attn_implementation != ATTENTION:
@@ -196,6 +211,7 @@ def _routed_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     router: Any = module.pageloom
+    query, key, value = own_heads(module, query, key, value)
     return router(module.layer_idx, query, key, value, s_aux), None
 
 

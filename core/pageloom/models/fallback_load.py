@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Group, WeightLoader
 from pageloom.errors import one_line
-from pageloom.models.model import UnsupportedModelError
+from pageloom.models.fallback_parallel import Cut, divide, divided
+from pageloom.models.model import ALONE, UnsupportedModelError
 from pageloom.models.slots import WEIGHT_DTYPES, describe_dtype, report_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+_BUILDING = threading.RLock()
+"""Held while ``transformers`` makes a model, in which it changes what all of torch goes by."""
 
 
 def model_on_meta(
@@ -28,7 +35,7 @@ def model_on_meta(
     when its attention cannot be replaced by the registered ``attention``.
     """
     try:
-        with torch.device("meta"):
+        with _BUILDING, torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # which is given the name of the attention
                 attn_implementation=attention,
@@ -42,40 +49,36 @@ def model_on_meta(
 
 
 def with_weights(
-    blank: PreTrainedModel, loader: WeightLoader, dtype: torch.dtype, device: torch.device
+    blank: PreTrainedModel,
+    loader: WeightLoader,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group = ALONE,
 ) -> PreTrainedModel:
-    """A new model of the class of ``blank`` that holds the tensors of ``loader``.
+    """A new model of the class of ``blank`` that holds the tensors of ``loader``, or the parts of
+    them that are for the tensor rank of ``group``; ``blank`` is then divided too.
 
     ``transformers`` renames, prefixes and merges checkpoint tensors (experts of a mixture, for
     instance), ties weights and computes buffers that are not stored, as in `from_pretrained`. The
     tensors are held once on the CPU; those that it merges are held twice for a while.
 
     Raises `UnsupportedModelError` that names what is missing, unexpected, misshapen or of a dtype
-    that is no plain floating point.
+    that is no plain floating point, and when the model cannot be divided.
     """
-    own = blank.state_dict()
-    # Some parts must stay in float32; their tensors are not rounded first.
-    plans = (blank._keep_in_fp32_modules, blank._keep_in_fp32_modules_strict)
-    kept = None if any(plans) else dtype
-    state: dict[str, torch.Tensor] = {}
-    mistyped: list[str] = []
-    for name, tensor in loader.tensors():
-        if tensor.dtype in WEIGHT_DTYPES:
-            state[name] = tensor.to("cpu", kept, copy=True)
-        elif _is_no_weight(name, tensor, blank, own):
-            state[name] = tensor.to("cpu", copy=True)
-        else:
-            mistyped.append(describe_dtype(name, tensor))
-    report_weights([], [], [], mistyped)
-    loaded: Any = type(blank).from_pretrained(
-        None,
-        config=blank.config,
-        state_dict=state,
-        dtype=dtype,
-        attn_implementation=blank.config._attn_implementation,
-        ignore_mismatched_sizes=True,  # reported below together with the others
-        output_loading_info=True,
-    )
+    cls, cuts = type(blank), dict[str, Cut]()
+    if group.rank.tensor_size > 1:
+        cls, cuts = divided(cls, group), divide(blank, group)
+    state = _read(blank, loader, dtype, cuts)
+    with _BUILDING:
+        loaded: Any = cls.from_pretrained(
+            None,
+            config=blank.config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=blank.config._attn_implementation,
+            ignore_mismatched_sizes=True,  # reported below together with the others
+            output_loading_info=True,
+        )
     model: PreTrainedModel = loaded[0]
     report: dict[str, Any] = loaded[1]
     report_weights(
@@ -90,6 +93,62 @@ def with_weights(
     weights: torch.nn.Module = model  # whose `to` is not overloaded
     weights.to(device).eval().requires_grad_(False)
     return model
+
+
+def _read(
+    blank: PreTrainedModel, loader: WeightLoader, dtype: torch.dtype, cuts: Mapping[str, Cut]
+) -> dict[str, torch.Tensor]:
+    """Copies of what ``loader`` yields, or of what ``cuts`` leaves of it."""
+    own = blank.state_dict()
+    cut_of = _cuts_in_checkpoint(blank, own, cuts)
+    # Some parts must stay in float32; their tensors are not rounded first.
+    plans = (blank._keep_in_fp32_modules, blank._keep_in_fp32_modules_strict)
+    kept = None if any(plans) else dtype
+    state: dict[str, torch.Tensor] = {}
+    misshapen: list[str] = []
+    mistyped: list[str] = []
+    for name, tensor in loader.tensors():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            if _is_no_weight(name, tensor, blank, own):
+                state[name] = tensor.to("cpu", copy=True)
+            else:
+                mistyped.append(describe_dtype(name, tensor))
+            continue
+        if (cut := cut_of(name)) is not None:
+            if tensor.shape != cut.shape:
+                misshapen.append(f"{name} is {list(tensor.shape)}, not {list(cut.shape)}")
+                continue
+            tensor = cut.of(tensor)
+        state[name] = tensor.to("cpu", kept, copy=True)
+    report_weights([], [], misshapen, mistyped)
+    return state
+
+
+def _cuts_in_checkpoint(
+    blank: PreTrainedModel, own: dict[str, torch.Tensor], cuts: Mapping[str, Cut]
+) -> Callable[[str], Cut | None]:
+    """The cut of a tensor by its name in a checkpoint, of which ``transformers`` makes its own."""
+    rules = get_model_conversion_mapping(blank) if cuts else []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def cut_of(name: str) -> Cut | None:
+        if not cuts:
+            return None
+        prefix = blank.base_model_prefix
+        target, converter = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, converter = name, None
+        cut = cuts.get(target)
+        if cut is not None and converter is not None:
+            raise UnsupportedModelError(
+                f"{blank.config.model_type} cannot be divided: {name} of the checkpoint is "
+                f"converted before it becomes part of {target}; set "
+                "parallel.tensor_parallel_size to 1."
+            )
+        return cut
+
+    return cut_of
 
 
 def _is_no_weight(

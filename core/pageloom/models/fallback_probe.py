@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pageloom.contract import LayerSpec
 from pageloom.errors import one_line
+from pageloom.models.fallback_parallel import own_heads
 from pageloom.models.model import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ class Probe:
             )
         scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
         sinks, causal = kwargs.pop("s_aux", None), kwargs.pop("is_causal", None)
+        if sinks is not None and len(sinks) != q.shape[1]:
+            raise self.refusal(
+                f"{where} has {len(sinks)} sinks for the {q.shape[1]} query heads of this rank"
+            )
         unknown = [n for n in sorted(kwargs) if n not in _HARMLESS and kwargs[n] is not None]
         if unknown:
             raise self.refusal(f"{where} passes {', '.join(unknown)}, which may change its scores")
@@ -198,6 +203,7 @@ def _probe_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     handler: Any = module.pageloom
+    query, key, value = own_heads(module, query, key, value)
     handler.layer(module, query, key, value, attention_mask, kwargs)
     # Any function of the token alone will do.
     return query.transpose(1, 2).contiguous(), None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Slice, WeightLoader
 from pageloom.contract.checkpoint import Checkpoint, has_weights, quantization
 from pageloom.contract.kv_scales import is_kv_scale, read_kv_scales
 from pageloom.contract.pretrained import CONFIG_FILE, is_hub_id
@@ -53,9 +53,11 @@ class HFLoader(WeightLoader):
         return self._checkpoint.tokenizer()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._checkpoint.files:
-            if not is_kv_scale(name):
-                yield name, self._checkpoint.tensor(name)
+        return self.tensors_of({})
+
+    def tensors_of(self, parts: Mapping[str, Slice | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        weights = (name for name in self._checkpoint.files if not is_kv_scale(name))
+        return self._checkpoint.tensors_of(weights, parts)
 
     def kv_scales(self) -> Mapping[tuple[int, Kind], float]:
         return read_kv_scales(self._checkpoint)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from pageloom.contract import pretrained
+from pageloom.contract import Slice, pretrained
 from pageloom.models.model import UnsupportedModelError
 
 WEIGHT_DTYPES = frozenset(getattr(torch, name) for name in pretrained.WEIGHT_DTYPES)
@@ -23,15 +23,28 @@ class WeightSlots:
 
     def __init__(self) -> None:
         self._slots: dict[str, torch.Tensor] = {}
-        self._ignored: set[str] = set()
+        self._parts: dict[str, Slice | None] = {}
+        self._refused: set[str] = set()
 
-    def add(self, name: str, target: torch.Tensor) -> None:
-        """Expect tensor ``name`` and copy it into ``target``."""
+    def add(self, name: str, target: torch.Tensor, part: Slice | None = None) -> None:
+        """Expect tensor ``name`` and copy it, or the ``part`` of it, into ``target``."""
         self._slots[name] = target
+        if part is not None:
+            self._parts[name] = part
 
-    def ignore(self, name: str) -> None:
-        """Accept tensor ``name`` if it comes and do nothing with it."""
-        self._ignored.add(name)
+    def refuse(self, name: str) -> None:
+        """Tensor ``name`` is there already, and must not come again."""
+        self._refused.add(name)
+
+    def leave_out_others(self, names: Iterable[str]) -> None:
+        """Nothing is needed of the rest of ``names``: other ranks have that, or nobody has."""
+        known = self._slots.keys() | self._refused
+        self._parts.update((name, None) for name in names if name not in known)
+
+    def parts(self) -> dict[str, Slice | None]:
+        """What to ask `WeightLoader.tensors_of` for."""
+        short = {name.removeprefix(_BASE_PREFIX): part for name, part in self._parts.items()}
+        return short | self._parts
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every tensor into its slot.
@@ -44,7 +57,8 @@ class WeightSlots:
         for name, tensor in tensors:
             target = missing.pop(self._resolve(name), None)
             if target is None:
-                if not self._is_ignored(name):
+                # Old Llama checkpoints carry rotary frequencies; those of the configuration count.
+                if not name.endswith("rotary_emb.inv_freq"):
                     unexpected.append(name)
             elif tensor.dtype not in WEIGHT_DTYPES:
                 mistyped.append(describe_dtype(name, tensor))
@@ -57,10 +71,6 @@ class WeightSlots:
     def _resolve(self, name: str) -> str:
         # Checkpoints saved from the base model lack its prefix.
         return name if name in self._slots else _BASE_PREFIX + name
-
-    def _is_ignored(self, name: str) -> bool:
-        # Old Llama checkpoints carry the rotary frequencies, which follow from the configuration.
-        return name in self._ignored or name.endswith("rotary_emb.inv_freq")
 
 
 def describe_dtype(name: str, tensor: torch.Tensor) -> str:

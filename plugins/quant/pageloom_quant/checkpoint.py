@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Slice, WeightLoader
 from pageloom.contract.checkpoint import Checkpoint, has_weights, quantization
 from pageloom.contract.kv_scales import is_kv_scale, read_kv_scales
 
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WORD = 8  # codes in a number
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Layout(NamedTuple):
+    """Of a packed layer."""
+
+    outputs: int
+    inputs: int
+    group_size: int  # inputs that share a scale
 
 
 class PackedCheckpointLoader(WeightLoader):
@@ -38,6 +47,7 @@ class PackedCheckpointLoader(WeightLoader):
     """``quant_method`` in the ``quantization_config`` of ``config.json``."""
     PARTS: ClassVar[Sequence[str]]
     """The tensors of a packed layer, after its name; the codes come first."""
+    supports_parts = True
 
     @dataclass
     class Config:
@@ -75,15 +85,18 @@ class PackedCheckpointLoader(WeightLoader):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[Slice] | None = None,
     ) -> torch.nn.Module | None:
         import torch
 
         from pageloom_quant.packed import PackedWeight, packed_linear
 
+        asked: Sequence[Slice | None] = parts or [None] * len(names)
+        cuts = dict(zip(names, asked, strict=True))
         sizes = dict(zip(names, out_features, strict=True))
         weights = [
-            self._sized_weight(name, in_features, sizes[name])
-            for name in names
+            self._sized_weight(name, in_features, sizes[name], cut)
+            for name, cut in cuts.items()
             if name in self._layers
         ]
         if not weights:
@@ -93,21 +106,36 @@ class PackedCheckpointLoader(WeightLoader):
                 "%s are computed as one but not stored alike: they are expanded", ", ".join(names)
             )
             return None
-        biases = [self._bias(name, sizes[name]) for name in names] if bias else []
+        biases = [self._bias(name, sizes[name], cuts[name]) for name in names] if bias else []
         self._supplied.update(names)
         added = torch.cat(biases) if bias else None
         return packed_linear(PackedWeight.cat(weights), added, dtype, device)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.tensors_of({})
+
+    def tensors_of(self, parts: Mapping[str, Slice | None]) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
-        for name in self.checkpoint.files:
-            layer, _, part = name.rpartition(".")
-            packed = layer in self._layers and part in self.PARTS
-            if not (packed or name in self._supplied_biases or is_kv_scale(name)):
-                yield name, self.checkpoint.tensor(name)
+        yield from self.checkpoint.tensors_of(self._plain_tensors(), parts)
         for layer in sorted(self._layers - self._supplied):
-            yield f"{layer}.weight", self.packed_weight(layer).dequantize(torch.float32)
+            name = f"{layer}.weight"
+            part = parts.get(name)
+            if part is None and name in parts:
+                continue
+            weight, start = self._around(layer, self.layout(layer), part)
+            expanded = weight.dequantize(torch.float32)
+            if part is not None:
+                expanded = expanded.narrow(part.dim, start, part.stop - part.start)
+            yield name, expanded
+
+    def input_unit(self, name: str) -> int:
+        from pageloom_quant.packed.weight import LEAST_GROUP
+
+        if name not in self._layers:
+            return 1
+        layout = self.layout(name)
+        return LEAST_GROUP if layout.group_size == layout.inputs else layout.group_size
 
     def kv_scales(self) -> Mapping[tuple[int, Kind], float]:
         return read_kv_scales(self.checkpoint)
@@ -118,8 +146,17 @@ class PackedCheckpointLoader(WeightLoader):
         that this loader does not read."""
 
     @abstractmethod
-    def packed_weight(self, layer: str) -> PackedWeight:
-        """The weight of a packed layer. Raises `ValueError` that names file and tensor."""
+    def layout(self, layer: str) -> Layout:
+        """The sizes of a packed layer. Raises `ValueError` that names file and tensor."""
+
+    @abstractmethod
+    def packed_weight(
+        self, layer: str, layout: Layout, outputs: slice, inputs: slice
+    ) -> PackedWeight:
+        """Those outputs and inputs of a packed layer of this `layout`. They begin at a multiple of
+        `WORD` or of the group size, and end at one or with the layer. Raises `ValueError` that
+        names file and tensor.
+        """
 
     def part(
         self, layer: str, part: str, dtypes: Sequence[str], shape: Sequence[int | None]
@@ -142,9 +179,11 @@ class PackedCheckpointLoader(WeightLoader):
             raise self.tensor_error(name, f"but it must be {' or '.join(dtypes)} [{sizes}]")
         return tensor
 
-    def scales(self, layer: str, part: str, shape: Sequence[int]) -> torch.Tensor:
-        """The `part` that holds scales, all of which are finite."""
-        scales = self.part(layer, part, SCALE_DTYPES, shape)
+    def scales(
+        self, layer: str, part: str, shape: Sequence[int], read: tuple[slice, slice]
+    ) -> torch.Tensor:
+        """What is to be ``read`` of the `part` that holds scales; all of it is finite."""
+        scales = self.part(layer, part, SCALE_DTYPES, shape)[read]
         if not bool(scales.isfinite().all()):
             raise self.tensor_error(f"{layer}.{part}", "but not all of its scales are finite")
         return scales
@@ -166,19 +205,55 @@ class PackedCheckpointLoader(WeightLoader):
         split = (name.rpartition(".") for name in self.checkpoint.files)
         return frozenset(layer for layer, _, part in split if part in self.PARTS)
 
-    def _sized_weight(self, layer: str, in_features: int, out_features: int) -> PackedWeight:
-        weight = self.packed_weight(layer)
-        if (weight.in_features, weight.out_features) != (in_features, out_features):
+    def _sized_weight(
+        self, layer: str, in_features: int, out_features: int, part: Slice | None
+    ) -> PackedWeight:
+        layout = self.layout(layer)
+        if (layout.inputs, layout.outputs) != (in_features, out_features):
             raise self.tensor_error(
                 f"{layer}.{self.PARTS[0]}",
-                f"a layer from {weight.in_features} to {weight.out_features}, but the "
-                f"configuration says from {in_features} to {out_features}",
+                f"a layer from {layout.inputs} to {layout.outputs}, but the configuration says "
+                f"from {in_features} to {out_features}",
             )
-        return weight
+        weight, start = self._around(layer, layout, part)
+        if part is None:
+            return weight
+        end = start + part.stop - part.start
+        if part.dim == 0:
+            return weight.rows(start, end)
+        try:
+            return weight.columns(start, end)
+        except ValueError as error:
+            raise self.tensor_error(
+                f"{layer}.{self.PARTS[0]}",
+                f"whose groups of {layout.group_size} inputs would be cut at {part.start} and "
+                f"{part.stop} into some that are too small; set parallel.tensor_parallel_size so "
+                "that they are not",
+            ) from error
 
-    def _bias(self, layer: str, size: int) -> torch.Tensor:
-        self._supplied_biases.add(f"{layer}.bias")
-        return self.part(layer, "bias", SCALE_DTYPES, [size])
+    def _around(self, layer: str, layout: Layout, part: Slice | None) -> tuple[PackedWeight, int]:
+        """The least that can be read around ``part``, and where that begins in it."""
+        read, start = [slice(0, layout.outputs), slice(0, layout.inputs)], 0
+        if part is not None:
+            part.check(f"{layer}.weight", (layout.outputs, layout.inputs))
+            unit = (WORD, layout.group_size)[part.dim]
+            start = part.start % unit
+            end = min(-(-part.stop // unit) * unit, part.size)
+            read[part.dim] = slice(part.start - start, end)
+        return self.packed_weight(layer, layout, *read), start
+
+    def _bias(self, layer: str, size: int, part: Slice | None) -> torch.Tensor:
+        name = f"{layer}.bias"
+        self._supplied_biases.add(name)
+        bias = self.part(layer, "bias", SCALE_DTYPES, [size])
+        return part.of(name, bias) if part is not None and part.dim == 0 else bias
+
+    def _plain_tensors(self) -> Iterator[str]:
+        for name in self.checkpoint.files:
+            layer, _, part = name.rpartition(".")
+            packed = layer in self._layers and part in self.PARTS
+            if not (packed or name in self._supplied_biases or is_kv_scale(name)):
+                yield name
 
     def tensor_error(self, name: str, problem: str) -> ValueError:
         tensor = self.checkpoint.tensor(name)

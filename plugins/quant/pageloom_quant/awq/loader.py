@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pageloom_quant.awq.settings import AWQSettings, read_settings
-from pageloom_quant.checkpoint import PackedCheckpointLoader
+from pageloom_quant.checkpoint import WORD, Layout, PackedCheckpointLoader
 
 if TYPE_CHECKING:
     import torch
@@ -31,17 +31,27 @@ class AWQLoader(PackedCheckpointLoader):
     def read_settings(self) -> None:
         self._settings  # noqa: B018 (reads them)
 
-    def packed_weight(self, layer: str) -> PackedWeight:
+    def layout(self, layer: str) -> Layout:
+        in_features, words = self.part(layer, "qweight", ["int32"], [None, None]).shape
+        size = self.group_size(layer, in_features, self._settings.group_size)
+        return Layout(WORD * words, in_features, size)
+
+    def packed_weight(
+        self, layer: str, layout: Layout, outputs: slice, inputs: slice
+    ) -> PackedWeight:
         from pageloom_quant.awq.layout import unpack
         from pageloom_quant.packed import PackedWeight
 
-        qweight = self.part(layer, "qweight", ["int32"], [None, None])
-        in_features, words = qweight.shape
-        groups = in_features // self.group_size(layer, in_features, self._settings.group_size)
-        scales = self.scales(layer, "scales", [groups, 8 * words])
+        size = layout.group_size
+        stored = layout.inputs // size
+        groups = slice(inputs.start // size, inputs.stop // size)
+        words = slice(outputs.start // WORD, outputs.stop // WORD)
+        qweight = self.part(layer, "qweight", ["int32"], [None, None])[inputs, words]
+        scales = self.scales(layer, "scales", [stored, layout.outputs], (groups, outputs))
         zeros: torch.Tensor | int = MIDDLE
         if self._settings.zero_point or f"{layer}.qzeros" in self.checkpoint.files:
-            zeros = unpack(self.part(layer, "qzeros", ["int32"], [groups, words])).float()
+            packed = self.part(layer, "qzeros", ["int32"], [stored, layout.outputs // WORD])
+            zeros = unpack(packed[groups, words]).float()
         codes, minimums = unpack(qweight).T, scales.float() * -zeros
         return PackedWeight.from_codes(
             codes.contiguous(), scales.T.contiguous(), minimums.T.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pageloom_quant.checkpoint import PackedCheckpointLoader
+from pageloom_quant.checkpoint import WORD, Layout, PackedCheckpointLoader
 from pageloom_quant.compressed_tensors.settings import Scheme, Settings, read_settings
 
 if TYPE_CHECKING:
@@ -32,20 +32,29 @@ class CompressedTensorsLoader(PackedCheckpointLoader):
     def read_settings(self) -> None:
         self._settings  # noqa: B018 (reads them)
 
-    def packed_weight(self, layer: str) -> PackedWeight:
+    def layout(self, layer: str) -> Layout:
+        rows, words = self.part(layer, "weight_packed", ["int32"], [None, None]).shape
+        scheme = self._scheme(layer)
+        self._check_shape(layer, [rows, WORD * words])
+        return Layout(rows, WORD * words, self.group_size(layer, WORD * words, scheme.group_size))
+
+    def packed_weight(
+        self, layer: str, layout: Layout, outputs: slice, inputs: slice
+    ) -> PackedWeight:
         import torch
 
         from pageloom_quant.packed import PackedWeight
 
-        packed = self.part(layer, "weight_packed", ["int32"], [None, None])
-        scheme = self._scheme(layer)
-        out_features, in_features = packed.shape[0], packed.shape[1] * 8
-        self._check_shape(layer, [out_features, in_features])
-        size = self.group_size(layer, in_features, scheme.group_size)
-        scales = self.scales(layer, "weight_scale", [out_features, in_features // size])
-        zeros = OFFSET + (0 if scheme.symmetric else self._zeros(layer, scales.shape))
+        size = layout.group_size
+        stored = [layout.outputs, layout.inputs // size]
+        read = outputs, slice(inputs.start // size, inputs.stop // size)
+        scales = self.scales(layer, "weight_scale", stored, read)
+        zeros: torch.Tensor | int = OFFSET
+        if not self._scheme(layer).symmetric:
+            zeros = OFFSET + self._zeros(layer, *stored)[read]
+        packed = self.part(layer, "weight_packed", ["int32"], [None, None])[outputs]
         # The bytes of little-endian numbers are the pairs of codes that a packed weight holds.
-        codes = packed.contiguous().view(torch.uint8)
+        codes = packed.contiguous().view(torch.uint8)[:, inputs.start // 2 : inputs.stop // 2]
         return PackedWeight(codes, scales, scales.float() * -zeros, size)
 
     @cached_property
@@ -77,13 +86,12 @@ class CompressedTensorsLoader(PackedCheckpointLoader):
                 f"{layer}.weight_shape", f"which says {shape}, but the codes are {stored}"
             )
 
-    def _zeros(self, layer: str, shape: torch.Size) -> torch.Tensor:
-        """The zero points of asymmetric codes, float32."""
+    def _zeros(self, layer: str, rows: int, groups: int) -> torch.Tensor:
+        """The zero points of asymmetric codes, float32 ``[rows, groups]``."""
         import torch
 
         from pageloom_quant.kv.codes import unpack_nibbles
 
-        rows, groups = shape
         name = f"{layer}.weight_zero_point"
         if name in self.checkpoint.files and self.checkpoint.tensor(name).dtype == torch.int8:
             return self.part(layer, "weight_zero_point", ["int8"], [rows, groups]).float()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageloom.contract import WeightLoader
+from pageloom.contract import Slice, WeightLoader
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,8 @@ class GGUFLoader(WeightLoader):
         dequantize: bool | None = None
         """Expand all weights to the model's dtype. By default where packed ones would be slow:
         without native code for the device."""
+
+    supports_parts = True
 
     def __init__(self, config: Any, path: str) -> None:
         super().__init__(config, path)
@@ -74,6 +76,7 @@ class GGUFLoader(WeightLoader):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[Slice] | None = None,
     ) -> torch.nn.Module | None:
         import torch
 
@@ -88,15 +91,29 @@ class GGUFLoader(WeightLoader):
         if len({BITS.get(kind) for kind in kinds}) > 1 or kinds[0] not in BITS:
             self._expanded.update(kind.name for kind in kinds if kind not in PLAIN)
             return None
-        parts = [self._packed(slot) for slot in slots]
-        biases = [self._read(self._slots[f"{name}.bias"]) for name in names] if bias else []
+        cuts: Sequence[Slice | None] = parts or [None] * len(names)
+        weights = [self._packed(slot, cut) for slot, cut in zip(slots, cuts, strict=True)]
+        added = None
+        if bias:
+            own = [cut if cut is not None and cut.dim == 0 else None for cut in cuts]
+            biases = zip(names, own, strict=True)
+            added = torch.cat([self._read(self._slots[f"{n}.bias"], cut) for n, cut in biases])
         for name in names:
             self._supplied |= {f"{name}.weight", f"{name}.bias"}
-        return packed_linear(
-            PackedWeight.cat(parts), torch.cat(biases) if bias else None, dtype, device
-        )
+        return packed_linear(PackedWeight.cat(weights), added, dtype, device)
+
+    def input_unit(self, name: str) -> int:
+        from gguf import GGML_QUANT_SIZES
+
+        from pageloom_quant.gguf.blocks import BITS
+
+        kind = self._file.tensors[self._slots[f"{name}.weight"].source].type
+        return GGML_QUANT_SIZES[kind][0] if kind in BITS else 1
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.tensors_of({})
+
+    def tensors_of(self, parts: Mapping[str, Slice | None]) -> Iterator[tuple[str, torch.Tensor]]:
         if self._expanded:
             log.warning(
                 "%s: linear layers of types %s are expanded; those that are all Q4_0 or Q4_1, or "
@@ -105,8 +122,8 @@ class GGUFLoader(WeightLoader):
                 ", ".join(sorted(self._expanded)),
             )
         for name, slot in self._slots.items():
-            if name not in self._supplied:
-                yield name, self._read(slot)
+            if name not in self._supplied and (name not in parts or parts[name] is not None):
+                yield name, self._read(slot, parts.get(name))
 
     @cached_property
     def _file(self) -> GGUFFile:
@@ -145,36 +162,70 @@ class GGUFLoader(WeightLoader):
         tied = layer == HEAD and f"{HEAD}.weight" not in self._slots
         return EMBEDDING if tied else layer
 
-    def _rows(self, slot: Slot) -> torch.Tensor:
-        """The bytes of a tensor, ``uint8 [rows, bytes per row]``, rows as Hugging Face has them."""
-        rows = self._file.rows(slot.source)
-        if not slot.heads:
+    def _rows(self, slot: Slot, part: Slice | None = None) -> torch.Tensor:
+        """The bytes of a tensor, or of the outputs of it that are the ``part``, ``uint8 [rows,
+        bytes per row]``, rows as Hugging Face has them."""
+        import torch
+
+        rows, by_rows = self._file.rows(slot.source), part is not None and part.dim == 0
+        if not (slot.heads or by_rows):
             return rows
+        rows = rows.view(slot.shape[0], -1)
+        own = slice(part.start, part.stop) if part is not None and by_rows else slice(None)
+        if not slot.heads:
+            return rows[own]
         # Rows are whole blocks, so their order is restored on the packed bytes. llama.cpp puts the
         # two halves of a rotary pair next to each other, Hugging Face half a head apart.
-        rows = rows.view(slot.shape[0], -1)
-        pairs = rows.view(slot.heads, -1, 2, rows.shape[1])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+        order = torch.arange(len(rows)).view(slot.heads, -1, 2).transpose(1, 2).flatten()
+        return rows[order[own]]
 
-    def _packed(self, slot: Slot) -> PackedWeight:
-        """One matrix of a type in `BITS`, as it is."""
+    def _around(self, slot: Slot, part: Slice | None) -> tuple[torch.Tensor, int]:
+        """`_rows`, of the blocks alone that hold the inputs that are the ``part``, and the element
+        of those that it begins at."""
+        from gguf import GGML_QUANT_SIZES
+
+        if part is not None:
+            part.check(slot.name, slot.shape)
+        rows = self._rows(slot, part)
+        if part is None or part.dim == 0:
+            return rows, 0
+        block, size = GGML_QUANT_SIZES[self._file.tensors[slot.source].type]
+        first, start = divmod(part.start, block)
+        return rows[:, first * size : -(-part.stop // block) * size].contiguous(), start
+
+    def _packed(self, slot: Slot, part: Slice | None) -> PackedWeight:
+        """One matrix of a type in `BITS`, or a part of it, as it is."""
         from pageloom_quant.gguf.blocks import packed_weight
 
-        weight = packed_weight(self._rows(slot), self._file.tensors[slot.source].type)
+        rows, start = self._around(slot, part)
+        weight = packed_weight(rows, self._file.tensors[slot.source].type)
+        if part is not None and part.dim == 1 and (start or part.stop % weight.group_size):
+            raise self._file.error(
+                f"has blocks of {weight.group_size} inputs in tensor {slot.source!r}, which would "
+                f"be cut at {part.start} and {part.stop}; set parallel.tensor_parallel_size so "
+                "that they are not, or model.options.dequantize to true"
+            )
         self._require_finite(slot, weight.scales, weight.minimums)
         return weight
 
-    def _read(self, slot: Slot) -> torch.Tensor:
-        """One tensor as Hugging Face has it."""
+    def _read(self, slot: Slot, part: Slice | None = None) -> torch.Tensor:
+        """One tensor, or a part of it, as Hugging Face has it."""
         from pageloom_quant.gguf.dequantize import PLAIN, dequantize
 
         kind = self._file.tensors[slot.source].type
+        rows, start = self._around(slot, part)
         try:
-            tensor = dequantize(self._rows(slot), kind).reshape(slot.shape)
+            tensor = dequantize(rows, kind)
         except NotImplementedError:
             raise self._file.error(
                 f"has type {kind.name} in tensor {slot.source!r}, which cannot be unpacked"
             ) from None
+        if part is None:
+            tensor = tensor.reshape(slot.shape)
+        elif part.dim == 0:
+            tensor = tensor.reshape(-1, *slot.shape[1:])
+        else:
+            tensor = tensor.narrow(1, start, part.stop - part.start)
         if kind not in PLAIN:
             self._require_finite(slot, tensor)
         return tensor - 1 if slot.norm_offset else tensor

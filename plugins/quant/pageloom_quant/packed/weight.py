@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import torch
 from pageloom_quant.kv.codes import pack_nibbles, unpack_nibbles
 
 BITS = (4, 8)
+LEAST_GROUP = 32
+"""The smallest that native code reads, and so the smallest that cutting a weight makes."""
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -102,6 +105,28 @@ class PackedWeight:
             self.group_size,
             self.bits,
         )
+
+    def columns(self, start: int, end: int) -> PackedWeight:
+        """Inputs ``start`` to ``end``. Where that cuts groups, all become smaller, each with the
+        scale of the one that it was part of.
+
+        Raises `ValueError` where they would be smaller than `LEAST_GROUP`, or bytes cut.
+        """
+        whole = self.group_size == self.in_features
+        size = end - start if whole else math.gcd(self.group_size, start, end)
+        if start % 2 or end % 2 or size < min(LEAST_GROUP, self.group_size):
+            raise ValueError(
+                f"groups of {self.group_size} of {self.in_features} inputs cannot be cut at "
+                f"{start} and {end} into such of {size}: the least is {LEAST_GROUP}"
+            )
+        codes = self.codes[:, start * self.bits // 8 : end * self.bits // 8]
+        if whole:
+            return PackedWeight(codes, self.scales, self.minimums, size, self.bits)
+        scales, minimums = (
+            each.repeat_interleave(self.group_size // size, 1)[:, start // size : end // size]
+            for each in (self.scales, self.minimums)
+        )
+        return PackedWeight(codes, scales, minimums, size, self.bits)
 
     def to(self, device: torch.device) -> PackedWeight:
         """The same on another device."""
