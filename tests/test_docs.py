@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import pageloom.contract.executor
 import pageloom.contract.loader
 import pageloom.contract.quantizer
 import pageloom.contract.scheduler
 import pageloom.contract.tools
+import pageloom.testing.executor_suite
 from pageloom.contract import Scheduler
 from simulation import make_request, simulate
 
@@ -23,9 +28,10 @@ def snippets(containing):
     return [block for block in blocks if containing in block]
 
 
-def example_of(module):
-    """The Python file in the docstring of a contract module."""
-    text = re.search(r"^``pageloom_\w+\.py``::\n\n(.*?)^Then", module.__doc__, re.DOTALL | re.M)
+def example_of(module, prefix="pageloom_"):
+    """The Python file in the docstring of a module."""
+    pattern = rf"^``{prefix}\w+\.py``::\n\n(.*?)^Then"
+    text = re.search(pattern, module.__doc__, re.DOTALL | re.M)
     return textwrap.dedent(text[1])
 
 
@@ -101,6 +107,24 @@ def test_the_tool_parser_example_finds_a_call():
     assert said.finish() == ["It is warm."]
     assert kind.detect("Write CALL NAME")
     assert "weather" in kind.grammar([{"name": "weather", "parameters": {}}], False, [])
+
+
+def test_the_executor_example_passes_its_suite(tmp_path, monkeypatch):
+    from pageloom.testing import ExecutorSuite
+
+    (tmp_path / "pageloom_apart.py").write_text(example_of(pageloom.contract.executor))
+    (tmp_path / "test_apart.py").write_text(example_of(pageloom.testing.executor_suite, "test_"))
+    assert ExecutorSuite.__name__ in (tmp_path / "test_apart.py").read_text()
+    found = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120"]
+    done = subprocess.run(
+        [*command, "test_apart.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": found},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_readme_python_runs(capsys, monkeypatch):

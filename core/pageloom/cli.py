@@ -75,11 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _explain(error: Exception) -> tuple[str, int]:
     """What to say, and the exit code."""
-    from pageloom.scheduling import PolicyError  # late, to start quickly
+    from pageloom.contract import WorkerError  # late, to start quickly
+    from pageloom.scheduling import PolicyError
 
     if isinstance(error, PageloomError):
         return str(error), 2
-    if isinstance(error, PolicyError):
+    if isinstance(error, PolicyError | WorkerError):
         return str(error), 1
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return f"the output cannot be written: {error.strerror}", 2

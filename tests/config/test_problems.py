@@ -12,8 +12,8 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
     ("line", "reported"),
     [
         ("schedulr: {policy: plain}", 'c.yaml:3: schedulr = {"policy": "plain"}: unknown key; '
-         "expected one of model, scheduler, attention, kv_cache, plugins, runtime, parallel, server; "
-         "did you mean scheduler?"),
+         "expected one of model, scheduler, attention, kv_cache, plugins, runtime, parallel, "
+         "server; did you mean scheduler?"),
         ("runtime: {sed: 1}", "c.yaml:3: runtime.sed = 1: unknown key; expected one of device, "
          "num_threads, enforce_eager, seed, debug; did you mean seed?"),
         ("kv_cache: {num_blocks: abc}", 'c.yaml:3: kv_cache.num_blocks = "abc": expected an '

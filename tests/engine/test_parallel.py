@@ -155,6 +155,18 @@ def test_logprobs_and_penalties(config):
             assert [e.logprob for e in ours] == pytest.approx([e.logprob for e in theirs], abs=1e-4)
 
 
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_the_demo_model_says_the_same(engine, layout):
+    """Which has three KV heads, and packed weights."""
+    prompts = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    overrides = ["model.dtype=float32", "kv_cache.memory=64MiB", "runtime.num_threads=1"]
+    overrides += divided(*LAYOUTS[layout])
+    with Engine.from_config("configs/smollm2.yaml", overrides) as several:
+        found = [output.outputs[0].text for output in several.generate(prompts, params)]
+    assert found == [output.outputs[0].text for output in engine.generate(prompts, params)]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_has_its_part_of_weights_and_cache(tmp_path, layout):
     """An even one: of each byte of a model that divides evenly, no more than 15 % twice."""

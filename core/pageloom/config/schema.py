@@ -85,11 +85,15 @@ class KVCacheConfig:
     gpu_memory_utilization: float = option(
         0.90, "Part of GPU memory for weights and cache, if no other size is given.", FRACTION
     )
-    memory: int | str | None = option(None, 'Size of the cache, such as "4GiB".', SIZE)
+    memory: int | str | None = option(
+        None, 'Size of the cache, such as "4GiB"; of each rank, if there are several.', SIZE
+    )
     num_blocks: int | None = option(None, "Size of the cache in blocks.", at_least(1))
     enable_prefix_caching: bool = option(True, "Whether equal prefixes are computed only once.")
     swap_space: int | str | None = option(
-        "1GiB", "Most host memory for blocks that are swapped out; null for none.", SIZE
+        "1GiB",
+        "Most host memory for blocks that are swapped out, of each rank; null for none.",
+        SIZE,
     )
     quantizer: str | None = option(None, "KV format; null stores the model's dtype.")
     options: dict[str, Any] = option({}, "Options of the quantizer.")

@@ -28,14 +28,23 @@ A whole plugin, two files. ``pyproject.toml``::
         register("apart", "pageloom_apart:Apart")
 
     def serve(pipe, blueprint):
-        worker = Blueprint.load(blueprint).build(Alone())
-        pipe.send(worker.report())
-        worker.allocate(*pipe.recv())
-        while True:
-            pipe.send_bytes(worker.run_packed(pipe.recv_bytes()))
+        try:
+            worker = Blueprint.load(blueprint).build(Alone())
+            pipe.send(worker.report())
+            worker.allocate(*pipe.recv())
+            pipe.send(None)
+        except ValueError as error:
+            return pipe.send(error)
+        try:
+            while True:
+                pipe.send(worker.run_packed(pipe.recv()))
+        except Exception as error:
+            pipe.send(WorkerError(f"rank 0 failed: {' '.join(str(error).split())}"))
 
     class Apart(Executor):
         # The model in a process of its own.
+        process = None
+
         @classmethod
         def check(cls, blueprint):
             if blueprint.world_size > 1:
@@ -49,25 +58,49 @@ A whole plugin, two files. ``pyproject.toml``::
                 target=serve, args=(far_end, blueprint.dump()), daemon=True
             )
             self.process.start()
-            return [self.pipe.recv()]
+            far_end.close()  # so that the end of the process is the end of the pipe
+            return [self.receive_answer()]
+
+        def lost(self, how):
+            self.close()  # whatever it still does, it can be of no use
+            return WorkerError(f"rank 0 (process {self.process.pid}) {how}")
+
+        def send(self, message):
+            try:
+                self.pipe.send(message)
+            except OSError as error:
+                raise self.lost("has died") from error
+
+        def receive_answer(self):
+            try:
+                answer = self.pipe.recv()
+            except (EOFError, OSError) as error:
+                raise self.lost("has died") from error
+            if isinstance(answer, Exception):
+                self.close()
+                raise answer
+            return answer
 
         def allocate(self, num_blocks, host_blocks):
-            self.pipe.send((num_blocks, host_blocks))
+            self.send((num_blocks, host_blocks))
+            self.receive_answer()
 
         def submit(self, step):
-            self.pipe.send_bytes(self.blueprint.pack(step))
+            self.send(self.blueprint.pack(step))
 
         def receive(self):
             if not self.pipe.poll(self.blueprint.timeout_seconds):
-                raise WorkerError("the worker gives no answer")
-            return self.blueprint.unpack(self.pipe.recv_bytes())
+                raise self.lost("hangs")
+            return self.blueprint.unpack(self.receive_answer())
 
         def check_workers(self):
             if not self.process.is_alive():
-                raise WorkerError("the worker has died")
+                raise self.lost("has died")
 
         def close(self):
-            self.process.kill()
+            if self.process is not None:
+                self.process.kill()
+                self.process.join()
 
 Then ``parallel: {executor: apart}`` in the YAML.
 """

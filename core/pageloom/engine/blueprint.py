@@ -10,6 +10,7 @@ from pageloom.config import Config
 from pageloom.contract import Blueprint, Group, StepOutput, Worker
 from pageloom.contract import Step as StepView
 from pageloom.engine.device import find_device
+from pageloom.engine.executor_choice import finds_devices
 from pageloom.engine.load_model import ModelSource
 from pageloom.errors import PageloomError
 from pageloom.runner.step import Step
@@ -45,7 +46,7 @@ class EngineBlueprint(Blueprint):
 
     def _device(self) -> str:
         wanted = self.config.runtime.device
-        if self.world_size > 1 and wanted.startswith("cuda"):
+        if wanted.startswith("cuda") and (self.world_size > 1 or finds_devices(self.config)):
             return "cuda"  # one each, possibly on machines other than this one
         return str(find_device(wanted, "runtime.device"))
 

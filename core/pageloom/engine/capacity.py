@@ -53,7 +53,8 @@ def count_blocks(
         budget, activations = _cuda_budget(config, model, device)
         source = "gpu_memory_utilization (after weights and activations)"
     else:
-        budget, source = int(total * CPU_SHARE), f"{CPU_SHARE:.0%} of this machine's memory"
+        ranks = config.parallel.world_size  # which share the machine, if they are not on Ray
+        budget, source = int(total * CPU_SHARE / ranks), f"{CPU_SHARE:.0%} of this machine's memory"
     _check_fits(budget, total, "kv_cache.memory")
     num_blocks = budget // bytes_per_block
     if not cache.enable_prefix_caching or (cache.memory is None and device.type == "cpu"):

@@ -23,3 +23,12 @@ def make_executor(config: Config, plugins: Plugins, blueprint: Blueprint) -> tup
         if reason is not None:
             raise PageloomError(f"parallel.executor {name} {reason}")
         return name, cls(build_options(cls, config.parallel.options))
+
+
+def finds_devices(config: Config) -> bool:
+    """See `Executor.finds_devices`."""
+    name = config.parallel.executor
+    if name == AUTO:
+        return False
+    executor: type[Executor] = config.loaded_plugins.get(KIND, name)
+    return executor.finds_devices

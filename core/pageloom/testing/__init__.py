@@ -20,11 +20,22 @@ pytest.register_assert_rewrite(
     "pageloom.testing.attention_shadow",
     "pageloom.testing.attention_candidate",
     "pageloom.testing.kv_format_suite",
+    "pageloom.testing.executor_suite",
+    "pageloom.testing.tool_parser_suite",
 )
 
 from pageloom.testing.attention_suite import AttentionSuite  # noqa: E402
+from pageloom.testing.executor_suite import ExecutorSuite  # noqa: E402
 from pageloom.testing.kv_format_suite import KVFormatSuite  # noqa: E402
 from pageloom.testing.kv_invariants import KVInvariants  # noqa: E402
 from pageloom.testing.scheduler_suite import SchedulerSuite  # noqa: E402
+from pageloom.testing.tool_parser_suite import ToolParserSuite  # noqa: E402
 
-__all__ = ["AttentionSuite", "KVFormatSuite", "KVInvariants", "SchedulerSuite"]
+__all__ = [
+    "AttentionSuite",
+    "ExecutorSuite",
+    "KVFormatSuite",
+    "KVInvariants",
+    "SchedulerSuite",
+    "ToolParserSuite",
+]
