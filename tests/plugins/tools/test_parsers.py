@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pageloom_tools.hermes import HermesParser
 from pageloom_tools.llama3 import Llama3Parser
@@ -99,24 +97,6 @@ def test_text_and_calls_are_told_apart(parser, text, said, calls):
 @pytest.mark.parametrize(("parser", "text", "said", "calls"), CASES)
 def test_a_character_at_a_time_gives_the_same(parser, text, said, calls):
     assert read(parser(), *text) == (said, calls)
-
-
-PARTS = [
-    *("<tool_call>", "</tool_call>", "<tool", "<|python_tag|>", "<|py", ";", ",", " ", "\n", "a"),
-    *(hermes(), llama(), llama()[:-1], '{"name": "f"', '"arguments": ', '"parameters":', ":"),
-    *("{", "}", "[", "]", '"', "\\", "null", "1.5", '"x"', "ü", ', "name": "g"}'),
-]
-
-
-@pytest.mark.parametrize("parser", [HermesParser, Llama3Parser])
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=14), data=st.data())
-def test_any_split_of_any_text_gives_the_same(parser, parts, data):
-    text = "".join(parts)
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = read(parser(), text)
-    assert read(parser(), *pieces) == whole
-    assert read(parser(), *text) == whole
 
 
 @pytest.mark.parametrize("parser", [HermesParser, Llama3Parser])
