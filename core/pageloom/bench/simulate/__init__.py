@@ -1,0 +1,1 @@
+"""Engines without a model, in virtual time: how long steps take, and what policies make of it."""

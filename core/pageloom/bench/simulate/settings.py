@@ -1,0 +1,115 @@
+"""What a simulation takes from a configuration and a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from pageloom.bench.simulate.load import Load
+from pageloom.config import Config, build_options
+from pageloom.contract import Scheduler
+from pageloom.contract.costs import StepCosts, StepProfile
+from pageloom.errors import PageloomError
+from pageloom.memory import blocks_for
+from pageloom.plugins import blame
+from pageloom.scheduling import Limits, PreemptionMode
+
+EXECUTOR = "simulated"  # by whose options a configuration names its profile
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One engine of a simulation. Goes to other processes as it is."""
+
+    name: str
+    policy: str
+    scheduler: type[Scheduler]
+    options: Any  # an instance of the scheduler's `Config`
+    limits: Limits
+    num_blocks: int
+    host_blocks: int
+    max_waiting: int | None  # requests; more are refused, as by a server
+    costs: StepCosts
+
+    def new_scheduler(self) -> Scheduler:
+        with blame("scheduler", self.policy):
+            return self.scheduler(self.options)
+
+    def check(self, load: Load) -> None:
+        """Raise `PageloomError` unless every request can be served."""
+        limits, prompts = self.limits, load.prompt_tokens
+        computed = prompts + load.rows["output_tokens"] - 1
+        longest = limits.max_model_len - 1
+        if not limits.enable_chunked_prefill:
+            longest = min(longest, limits.max_num_batched_tokens)
+        longest = min(longest, self.num_blocks * limits.block_size)
+        number = int(np.argmax(computed))
+        if computed[number] > longest:
+            raise PageloomError(
+                f"{self.name} cannot serve request {number + 1}, of {prompts[number]:,} prompt and "
+                f"{load.rows['output_tokens'][number]:,} output tokens: it may have "
+                f"{longest + 1:,} together, by the least of model.max_model_len "
+                f"({limits.max_model_len:,}), the KV cache ({self.num_blocks:,} blocks of "
+                f"{limits.block_size}) and, without chunked prefills, max_num_batched_tokens"
+            )
+
+
+def profile_of(config: Config, given: str | None) -> StepProfile:
+    """From the file that was given, or else the one that the configuration names."""
+    path = given
+    if path is None and config.parallel.executor == EXECUTOR:
+        path = config.parallel.options.get("profile")
+    if path is None:
+        raise PageloomError(
+            "how long steps take is not known: give --profile FILE, or parallel: {executor: "
+            "simulated, options: {profile: FILE}}; pageloom bench profile CONFIG --out FILE "
+            "makes one"
+        )
+    try:
+        return StepProfile.read(path)
+    except ValueError as error:
+        raise PageloomError(str(error)) from error
+
+
+def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
+    """The engine that a configuration from `load_config` makes, on the profile's machine."""
+    scheduler, cache, worker = config.scheduler, config.kv_cache, profile.worker
+    chosen: type[Scheduler] = config.loaded_plugins.get("scheduler", scheduler.policy)
+    block_size = cache.block_size or worker.block_size
+    bytes_per_block = max(1, worker.bytes_per_block * block_size // worker.block_size)
+    longest = config.model.max_model_len or worker.max_model_len
+    most = scheduler.max_num_seqs * blocks_for(longest, block_size)
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    elif cache.memory_bytes is not None:
+        num_blocks = cache.memory_bytes // bytes_per_block
+        if not cache.enable_prefix_caching:  # more are of no use then
+            num_blocks = min(num_blocks, most)
+    else:
+        num_blocks = worker.num_blocks * worker.block_size // block_size
+    if num_blocks < 1:
+        raise PageloomError(
+            f"{name}: no KV block of {bytes_per_block:,} bytes fits; raise kv_cache.memory or "
+            "lower kv_cache.block_size"
+        )
+    return Settings(
+        name,
+        scheduler.policy,
+        chosen,
+        build_options(chosen, scheduler.options),
+        Limits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=longest,
+            block_size=block_size,
+            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            preemption_mode=cast("PreemptionMode", scheduler.preemption_mode),
+        ),
+        num_blocks,
+        min(cache.swap_bytes // bytes_per_block, most),
+        config.server.max_waiting,
+        profile.costs,
+    )
