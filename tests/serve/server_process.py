@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -35,11 +37,11 @@ class ServerProcess:
                 self.url = found[1]
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+        return httpx.Client(base_url=self.url, **{"timeout": PATIENCE, **options})
 
     def metric(self, name: str) -> float:
         """A sample of ``/metrics`` that has no labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
         return float(line.split()[1])
 
@@ -60,6 +62,27 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(PATIENCE)
+
+
+def send(
+    server: ServerProcess, body: object, path: str = "/v1/completions", receive: int = 1 << 16
+) -> socket.socket:
+    """A connection that has asked, and reads nothing of the answer; ``receive`` bytes of it are
+    kept for whoever does."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection = connect(server, receive)
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def connect(server: ServerProcess, receive: int = 1 << 16) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.settimeout(PATIENCE)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    connection.connect((host, int(port)))
+    return connection
 
 
 def wait_for(condition: Callable[[], object]) -> None:

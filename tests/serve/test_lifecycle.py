@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,10 @@ from server_process import (
 )
 
 from pageloom.errors import PageloomError
+from pageloom.serve import client as client_module
+from pageloom.serve.client import EngineClient, EngineDiedError
 from pageloom.serve.run import serve
+from pageloom.serve.silence import CHECKS, wait_for_silence
 
 LONG_CONTEXT = "model.max_model_len=16384"
 LONG = {"prompt": "a", "max_tokens": 16000, "ignore_eos": True, "temperature": 0}
@@ -35,14 +39,18 @@ def error_in(lines) -> dict:
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(config):
     body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with start_server(config) as server, server.client() as client, server.client() as other:
+    drain = f"server.drain_seconds={PATIENCE}"
+    with start_server(config, drain) as server, server.client() as client, server.client() as other:
+        engine = server.engine_pid()
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
+            os.kill(engine, signal.SIGSTOP)  # it must not be done before we have looked
             server.process.terminate()
             wait_for(lambda: other.get("/health").status_code == 503)
             refused = other.post("/v1/completions", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            os.kill(engine, signal.SIGCONT)
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
@@ -122,6 +130,64 @@ def test_an_engine_that_is_to_come_back_does_and_ends_with_its_server(config):
         engine = server.engine_pid()
         server.process.kill()
         wait_for(lambda: not is_running(engine))
+
+
+def test_an_engine_that_hangs_is_ended_and_every_client_hears_of_it(config):
+    """Whatever has come before, the next requests wait for it in vain."""
+    sets = (LONG_CONTEXT, "server.engine_timeout_seconds=10", "server.restart_engine=true")
+    with start_server(config, *sets) as server, server.client(timeout=PATIENCE) as client:
+        engine = server.engine_pid()
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(engine, signal.SIGSTOP)
+            with server.client(timeout=PATIENCE) as other:
+                refused = other.post("/v1/completions", json=SHORT)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine")
+            assert error_in(lines)["code"] == "engine"
+        wait_for(lambda: not is_running(engine))
+        assert server.log[1:3] == [
+            "ERROR: the engine process has answered nothing for 10 seconds "
+            "(server.engine_timeout_seconds)",
+            f"ERROR: the engine process (pid {engine}) was ended by SIGKILL",
+        ]
+        wait_for(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_what_cannot_even_be_killed_keeps_nobody_waiting(config, monkeypatch):
+    """As a process within a call of a driver."""
+    monkeypatch.setattr(client_module, "LAST_BREATH", 0.1)
+    monkeypatch.setattr(client_module, "PATIENCE", 0.1)
+    killed = []
+
+    async def hang() -> None:
+        client = EngineClient(str(config), timeout=2)
+        await client.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "kill", lambda: killed.append(client.pid))
+            os.kill(client.pid, signal.SIGSTOP)
+            with pytest.raises(EngineDiedError):
+                await client.inspect()
+            await asyncio.wait_for(client.died.wait(), PATIENCE)
+        assert killed
+        assert not client.is_alive
+        client.kill()
+        await client.stop()
+
+    asyncio.run(hang())
+
+
+def test_only_what_was_asked_in_vain_all_the_time_counts_as_silence():
+    heard, asked = [], []
+
+    def ask() -> None:
+        asked.append(len(heard))
+        if len(asked) in (1, 3, 8):
+            heard.append("an answer")
+
+    asyncio.run(wait_for_silence(ask, lambda: len(heard), seconds=0.08))
+    assert len(asked) == 8 + CHECKS
 
 
 def test_an_engine_that_cannot_start_is_one_clear_error(config):

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import socket
+import time
 from contextlib import ExitStack
 
 import httpx
 import pytest
-from server_process import start_server, wait_for
+from server_process import PATIENCE, connect, send, start_server, wait_for
 
-LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "a", "max_tokens": 16_000, "ignore_eos": True, "temperature": 0}
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
 
 
 @pytest.fixture(scope="module")
 def small(config):
-    """One request runs, two wait, and nobody may stall for more than a second."""
+    """One request runs, two wait, and nobody may stall for more than two seconds."""
     with start_server(
         config,
         "model.max_model_len=16384",
         "scheduler.max_num_seqs=1",
         "server.max_waiting=2",
         "server.max_body=64KiB",
-        "server.stall_seconds=1",
+        "server.stall_seconds=2",
     ) as server:
         yield server
         server.wait_until_idle()
@@ -83,14 +84,44 @@ def test_a_body_is_bounded_whether_or_not_it_says_how_long_it_is(small):
     ],
 )
 def test_what_does_not_come_is_not_waited_for(small, sent, status):
-    with _connect(small) as connection:
+    with connect(small) as connection:
         connection.sendall(sent)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.partition(b" ")[2][:3] == status
 
 
+TRICKLING = [
+    (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n", b"{", b"408"),
+    (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n", b" ", b"200"),
+    (b"GET /health HTTP/1.1\r\nhost: x\r\n", b"x", b"408"),
+    (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a", b"408"),
+]
+
+
+@pytest.mark.parametrize(("begin", "more", "status"), TRICKLING)
+def test_what_comes_a_byte_at_a_time_is_not_waited_for(small, begin, more, status):
+    """Though no pause is as long as a client may pause."""
+    answer, deadline = b"", time.monotonic() + PATIENCE
+    with connect(small) as connection:
+        connection.sendall(begin)
+        connection.settimeout(0.2)
+        with contextlib.suppress(ConnectionError):  # it was closed with something unread
+            while True:
+                assert time.monotonic() < deadline
+                connection.sendall(more)
+                try:
+                    part = connection.recv(1 << 16)
+                except TimeoutError:
+                    continue
+                if not part:
+                    break
+                answer += part
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.partition(b" ")[2][:3] == status
+
+
 def test_the_next_request_does_not_end_the_answer_before_it(small):
-    with _send(small, LONG | {"max_tokens": 2000, "stream": True}, receive=1 << 20) as connection:
+    with send(small, LONG | {"max_tokens": 2000, "stream": True}, receive=1 << 20) as connection:
         connection.sendall(b"\r\nGET /health HTTP/1.1\r\nhost:")
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert b"data: [DONE]" in answer
@@ -99,12 +130,12 @@ def test_the_next_request_does_not_end_the_answer_before_it(small):
 @pytest.mark.parametrize("begin", [b"", b"content-length: 1\r\n\r\n{", CHUNKED])
 def test_headers_are_bounded(small, begin):
     much = b"GET / HTTP/1.1\r\nx: " + b"x" * (1 << 25)
-    with _connect(small) as connection, pytest.raises(ConnectionError):
+    with connect(small) as connection, pytest.raises(ConnectionError):
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + begin + much)
 
 
 def test_what_is_not_http_is_answered_in_the_same_form(small):
-    with _connect(small) as connection:
+    with connect(small) as connection:
         connection.sendall(b"HELLO\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -122,10 +153,10 @@ def test_an_error_does_not_send_back_all_that_was_sent(server, body):
 
 def test_more_than_may_wait_are_told_to_come_again(small):
     with small.client() as client, ExitStack() as connections:
-        connections.enter_context(_send(small, LONG))
+        connections.enter_context(send(small, LONG))
         wait_for(lambda: small.metric("pageloom_blocks_used"))  # it runs
         for _ in range(2):
-            connections.enter_context(_send(small, LONG))
+            connections.enter_context(send(small, LONG))
         wait_for(lambda: small.metric("pageloom_open_requests") == 3)
         for path, body in (("/v1/completions", LONG), ("/tokenize", {"prompt": "a"})):
             answer = client.post(path, json=body)
@@ -139,47 +170,42 @@ def test_more_than_may_wait_are_told_to_come_again(small):
 
 
 def test_several_prompts_wait_one_by_one(small):
+    with small.client() as client, ExitStack() as connections:
+        connections.enter_context(send(small, LONG))
+        wait_for(lambda: small.metric("pageloom_blocks_used"))  # it runs
+        connections.enter_context(send(small, LONG))
+        wait_for(lambda: small.metric("pageloom_open_requests") == 2)
+        answer = client.post("/v1/completions", json={"prompt": ["a", "b"]})
+        assert answer.status_code == 429
+    small.wait_until_idle()
+    with small.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1})
+        assert len(answer.json()["choices"]) == 2
+
+
+def test_more_prompts_than_may_ever_wait_are_not_told_to_come_again(small):
     with small.client() as client:
         answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
-    assert answer.status_code == 429
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+    assert "3 prompts, but no more than 2 requests may wait" in answer.json()["error"]["message"]
+    assert "server.max_waiting" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_stops_reading_is_left_and_holds_nobody_up(small):
     aborted = small.metric("pageloom_aborted_requests_total")
     much = LONG | {"stream": True, "logprobs": 20}
-    with _send(small, much) as stalled:
+    with send(small, much, receive=4096) as stalled:
         wait_for(lambda: small.metric("pageloom_aborted_requests_total") == aborted + 1)
         with small.client() as client:
             assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-        stalled.settimeout(60)
         taken = 0
         try:
             while part := stalled.recv(1 << 16):
                 taken += len(part)
         except ConnectionError:
             pass
-        assert taken < 4 << 20  # what the kernel had for it, and not all the 8,000 tokens
-
-
-def _connect(server, receive: int = 1 << 16) -> socket.socket:
-    """``receive`` bytes are kept for who does not read."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.settimeout(60)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    connection.connect((host, int(port)))
-    return connection
-
-
-def _send(server, body, receive: int = 4096) -> socket.socket:
-    """A connection that asked, and does not read the answer."""
-    content = json.dumps(body).encode()
-    connection = _connect(server, receive)
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
-        + content
-    )
-    return connection
+        assert taken < 4 << 20  # what the kernel had for it, and not all the 16,000 tokens
 
 
 @pytest.mark.parametrize(
@@ -203,6 +229,15 @@ def test_a_request_id_is_echoed_or_made(server, sent, kept):
     else:
         assert len({*ids, sent}) == 3
         assert all(len(name) == 32 for name in ids)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models", "/v1/models/x"])
+def test_load_balancers_may_ask_for_the_head_alone(server, path):
+    with server.client() as client:
+        whole, head = client.get(path), client.head(path)
+    assert head.status_code == whole.status_code == (404 if path.endswith("x") else 200)
+    assert head.content == b""
+    assert set(head.headers) == set(whole.headers)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,45 @@ def test_a_call_that_is_cut_off_says_so(client):
     assert re.fullmatch(r'\{"a": \[[0-9]+', call.function.arguments)
 
 
+@pytest.mark.parametrize(
+    ("stop", "names", "reason"),
+    [
+        ('": [', [], "stop"),  # within the arguments
+        ("\n</tool_call>", ["f"], "tool_calls"),  # behind them
+        ('{"name": "g"', ["f"], "tool_calls"),
+        ("[2", ["f"], "tool_calls"),  # within those of the second call
+        ('"arg', [], "stop"),  # before any
+        ("never", ["f", "g"], "tool_calls"),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_none(client, stop, names, reason):
+    call = r'<tool_call>\n\{{"name": "{}", "arguments": \{{"a": \[{}\]\}}\}}\n</tool_call>'
+    fields = {"stop": [stop], **guided(call.format("f", 1) + call.format("g", 2))}
+    answers = whole(ask(client, **fields))
+    ((_, calls, found),) = answers
+    assert ([name for name, _ in calls], found) == (names, reason)
+    assert all(json.loads(arguments) for _, arguments in calls)
+    assert put_together(ask(client, stream=True, **fields)) == answers
+
+
+def test_a_call_that_is_required_is_whole_or_none(client):
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": GetForecast.model_json_schema()},
+    }
+    fields = {"tools": [tool], "tool_choice": "required", "n": 8, "stop": ["1", "a", "e", "A"]}
+    reasons = set()
+    answers = whole(ask(client, **fields))
+    for _, calls, reason in answers:
+        for name, arguments in calls:
+            assert name == "f"
+            GetForecast.model_validate_json(arguments)
+        assert reason == ("tool_calls" if calls else "stop")
+        reasons.add(reason)
+    assert "stop" in reasons
+    assert put_together(ask(client, stream=True, **fields)) == answers
+
+
 def test_one_call_if_they_are_not_to_be_parallel(client):
     fields = {"parallel_tool_calls": False, **guided(f"{CALL}{CALL}")}
     for answer in (whole(ask(client, **fields)), put_together(ask(client, stream=True, **fields))):

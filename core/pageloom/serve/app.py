@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from pageloom.serve import http_metrics, tokens
+from pageloom.serve.body import read_body
 from pageloom.serve.chat import Chat
 from pageloom.serve.client import EngineDiedError
 from pageloom.serve.completions import Completion
 from pageloom.serve.description import describe_bodies
 from pageloom.serve.errors import (
     APIError,
-    client_left,
     engine_died,
     internal_error,
-    stalled,
 )
 from pageloom.serve.gate import error_response
 from pageloom.serve.generation import peek, while_connected
@@ -96,32 +94,25 @@ def create_app(service: Service) -> FastAPI:
     async def show_version() -> dict[str, str]:
         return {"version": version("pageloom")}
 
+    _add_heads(app)
     return app
+
+
+def _add_heads(app: FastAPI) -> None:
+    """HEAD for whatever has GET, as load balancers ask."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 async def _read(request: Request, model: type[Body], service: Service) -> Body:
     """The body of a request. Raises `APIError` for what is too large or not as ``model`` says."""
-    data = await _body(request, service)
+    data = await read_body(request.stream(), service.config)
     strict = service.config.unknown_fields == "refuse"
     try:
         return model.model_validate_json(data, extra=None if strict else "ignore")
     except ValidationError as error:
         raise _unfit(error) from error
-
-
-async def _body(request: Request, service: Service) -> bytes:
-    """Raises `APIError` for more than is allowed, and for a client that stops in the middle."""
-    config, data, parts = service.config, bytearray(), aiter(request.stream())
-    try:
-        while part := await asyncio.wait_for(anext(parts, b""), config.stall_seconds):
-            data += part
-            if len(data) > config.max_body_bytes:
-                raise APIError(f"the body is larger than {config.max_body} (server.max_body)", 413)
-    except TimeoutError as error:
-        raise stalled(config.stall_seconds) from error
-    except ClientDisconnect as error:
-        raise client_left() from error
-    return bytes(data)
 
 
 def _unfit(error: ValidationError) -> APIError:

@@ -138,8 +138,10 @@ class ToolUse:
         except ValueError as error:
             raise refused("tool_choice", error) from error
 
-    def reader(self) -> CallReader:
-        return CallReader(self.style.parser(), None if self.parallel else 1)
+    def reader(self, params: SamplingParams) -> CallReader:
+        """Of an output with these parameters."""
+        stopped = bool(params.stop or params.stop_token_ids)
+        return CallReader(self.style.parser(), None if self.parallel else 1, whole_calls=stopped)
 
 
 @dataclass
@@ -166,23 +168,47 @@ class Said:
 class CallReader:
     """Tells calls and text of one output apart."""
 
-    def __init__(self, parser: ToolParser, most: int | None) -> None:
-        """``most`` calls are told of, None for all."""
+    def __init__(self, parser: ToolParser, most: int | None, whole_calls: bool) -> None:
+        """``most`` calls are told of, None for all. With ``whole_calls``, only once they are whole:
+        what a client asked to stop at may come within one, which nobody could use."""
         self._parser = parser
         self._most = most
+        self._whole_calls = whole_calls
+        self._kept: list[CallPiece] = []  # of the last call
         self.called = False
 
-    def read(self, text: str, ends: bool) -> Said:
-        """Take in what comes next, with ``ends`` the last."""
+    def read(self, text: str, ends: bool, stopped: bool = False) -> Said:
+        """Take in what comes next, with ``ends`` the last; ``stopped`` if it is because of what a
+        client asked to stop at."""
         pieces = list(self._parser.feed(text))
         if ends:
             pieces += self._parser.finish()
         said = Said("".join(piece for piece in pieces if isinstance(piece, str)))
-        for piece in pieces:
-            if isinstance(piece, CallPiece) and (self._most is None or piece.index < self._most):
+        for piece in self._due([p for p in pieces if isinstance(p, CallPiece)], ends, stopped):
+            if self._most is None or piece.index < self._most:
                 self.called = True
                 said.calls.append(_delta(piece))
         return said
+
+    def _due(self, pieces: list[CallPiece], ends: bool, stopped: bool) -> list[CallPiece]:
+        """What may be told of now."""
+        if not self._whole_calls:
+            return pieces
+        known = self._kept + pieces
+        last = max((piece.index for piece in known), default=0)
+        self._kept = [piece for piece in known if piece.index == last]
+        before = [piece for piece in known if piece.index < last]
+        if ends and not (stopped and _is_cut_off(self._kept)):
+            return known
+        return before
+
+
+def _is_cut_off(call: Sequence[CallPiece]) -> bool:
+    try:
+        json.loads("".join(piece.arguments for piece in call))
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _delta(piece: CallPiece) -> dict[str, Any]:

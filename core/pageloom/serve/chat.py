@@ -86,7 +86,7 @@ class Chat:
         return self.service.generate([self.prompt], self.params, self.request).chunks()
 
     def _reader(self) -> CallReader | None:
-        return None if self.tool_use is None else self.tool_use.reader()
+        return None if self.tool_use is None else self.tool_use.reader(self.params)
 
     def _whole_choice(self, output: CompletionOutput) -> dict[str, Any]:
         reader = self._reader()
@@ -116,7 +116,8 @@ def said_in(piece: CompletionChunk | CompletionOutput, reader: CallReader | None
     """Text and calls. ``reader`` is that of the output, None if it can have no calls."""
     if reader is None:
         return Said(piece.text)
-    return reader.read(piece.text, ends=piece.finish_reason is not None)
+    stopped = piece.stop_reason is not None
+    return reader.read(piece.text, ends=piece.finish_reason is not None, stopped=stopped)
 
 
 async def render(

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pageloom.contract import EngineInfo
@@ -17,12 +19,14 @@ from pageloom.engine.outputs import CompletionChunk
 from pageloom.scheduling import SamplingParams
 from pageloom.serve import leave, logs
 from pageloom.serve.request_id import request_id
+from pageloom.serve.silence import wait_for_silence
 from pageloom.serve.wire import (
     Abort,
     Failed,
     FromEngine,
     Inspect,
     Inspection,
+    Ping,
     Ready,
     Refused,
     Steps,
@@ -54,7 +58,17 @@ class EngineClient:
     ended without being told to; every open stream has raised `EngineDiedError` by then.
     """
 
-    def __init__(self, config: str, overrides: Sequence[str] = (), log_level: str = "") -> None:
+    def __init__(
+        self,
+        config: str,
+        overrides: Sequence[str] = (),
+        log_level: str = "",
+        timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """A process that answers nothing for ``timeout`` seconds, which is longer than any step
+        takes, is ended; None waits for ever. It has the variables of ``environment`` beside those
+        of this process."""
         self._config, self._overrides = config, list(overrides)
         self._log_level = log_level or logging.getLevelName(log.getEffectiveLevel())
         self._process: asyncio.subprocess.Process | None = None
@@ -65,6 +79,9 @@ class EngineClient:
         self._inspections: list[asyncio.Future[Inspection]] = []
         self._ids = itertools.count()
         self._stopping = False
+        self._timeout = timeout
+        self._environment = environment or {}
+        self._heard = 0  # messages
         self._ready: Ready | None = None
         self.died = asyncio.Event()
 
@@ -112,6 +129,7 @@ class EngineClient:
                 *("--", self._config, *self._overrides),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **self._environment},
                 start_new_session=True,  # Ctrl-C is for the server, which drains first
             )
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -182,12 +200,7 @@ class EngineClient:
             return
         if self._writer is not None:
             self._writer.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), PATIENCE)
-        except TimeoutError:
-            log.warning("the engine process does not end and is killed")
-            self.kill()
-            await self._process.wait()
+        await self._end_of(self._process, PATIENCE)
         if self._reading is not None:
             await self._reading
 
@@ -197,16 +210,38 @@ class EngineClient:
             leave.kill(self._process)
 
     async def _read(self, messages: AsyncIterator[FromEngine]) -> None:
+        listening = asyncio.create_task(self._listen())
         try:
             async for message in messages:
+                self._heard += 1
                 self._receive(message)
         except Exception:
             log.exception("the engine process sent what cannot be read")
             self.kill()
+        listening.cancel()
         self._end()
         if not self._stopping:
             await self._bury()
             self.died.set()
+
+    async def _listen(self) -> None:
+        """Notice a process that hangs."""
+        if self._timeout is None:
+            return
+        with suppress(EngineDiedError):  # by now it is known otherwise
+            await wait_for_silence(lambda: self._send(Ping()), lambda: self._heard, self._timeout)
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """End it; all goes on as if it had died."""
+        log.error(
+            "the engine process has answered nothing for %g seconds "
+            "(server.engine_timeout_seconds)",
+            self._timeout,
+        )
+        self.kill()
+        if self._writer is not None:  # a driver may keep it from ending, but not us from going on
+            self._writer.transport.abort()
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Steps):
@@ -238,12 +273,19 @@ class EngineClient:
     async def _bury(self) -> None:
         """See to it that the process has ended, so that another has its place, and say how."""
         assert self._process is not None
-        try:
-            code = await asyncio.wait_for(self._process.wait(), LAST_BREATH)
-        except TimeoutError:
-            self.kill()
-            code = await self._process.wait()
-        log.error("the engine process (pid %s) %s", self.pid, _how_it_ended(code))
+        if (code := await self._end_of(self._process, LAST_BREATH)) is not None:
+            log.error("the engine process (pid %s) %s", self.pid, _how_it_ended(code))
+
+    async def _end_of(self, process: asyncio.subprocess.Process, patience: float) -> int | None:
+        """The exit code, after ``patience`` seconds by force; None if that does not help."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(process.wait(), patience)
+        log.warning("the engine process does not end and is killed")
+        self.kill()
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(process.wait(), PATIENCE)
+        log.error("the engine process (pid %s) is still there, though it was killed", process.pid)
+        return None
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is None or self._writer.is_closing():

@@ -52,6 +52,11 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._held = True, 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head:  # nobody reads the rest of this body, however long it may come
+            self._expect_head()
+
     def send_400_response(self, msg: str) -> None:
         self._expect_nothing()
         self._refuse(APIError("this is not a valid HTTP request"))
@@ -70,7 +75,7 @@ class Connection(HttpToolsProtocol):
         self._timer = None
         if self._answers:  # what has come of the next request must not end this one
             self._expect_head()
-        elif self._held:
+        elif self._held and self._in_head:
             self._refuse(stalled(self._stall_seconds))
         else:  # an answer to nothing would be taken for that to what comes next
             self.transport.close()

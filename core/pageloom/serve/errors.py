@@ -81,8 +81,20 @@ def too_long(tokens: int, max_model_len: int) -> APIError:
     )
 
 
+def too_many(prompts: int, max_waiting: int) -> APIError:
+    return APIError(
+        f"there are {prompts} prompts, but no more than {max_waiting} requests may wait here "
+        "(server.max_waiting); send fewer at a time",
+        param="prompt",
+    )
+
+
 def stalled(seconds: float) -> APIError:
     return APIError(f"nothing more of the request came for {seconds:g} seconds", 408)
+
+
+def too_slow(rate: int) -> APIError:
+    return APIError(f"the body of the request came at less than {rate} bytes per second", 408)
 
 
 def client_left() -> APIError:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from pageloom.engine.guides import tokenizer_json
 from pageloom.engine.prompts import PromptEncoder
+from pageloom.engine.tokenizer_spec import tokenizer_json
 from pageloom.scheduling.structured import StructuredOutput
 from pageloom.serve.errors import overloaded
 from pageloom.serve.leave import kill
@@ -89,7 +89,8 @@ class Grammars:
 
     async def _start(self) -> asyncio.subprocess.Process:
         tokenizer: Any = self._prompts.tokenizer
-        spec = await asyncio.to_thread(tokenizer_json, tokenizer)
+        vocab_size = self._prompts.vocab_size
+        spec = await asyncio.to_thread(tokenizer_json, tokenizer, vocab_size)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pageloom.serve.trial"),
             stdin=asyncio.subprocess.PIPE,
@@ -99,7 +100,7 @@ class Grammars:
         )
         assert process.stdin is not None
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        hello = Tokenizer(spec or "", self._prompts.vocab_size, ends)
+        hello = Tokenizer(spec or "", vocab_size, ends)
         process.stdin.write(msgspec.json.encode(hello) + b"\n")
         return process
 

@@ -21,16 +21,18 @@ from pageloom.errors import PageloomError
 from pageloom.serve.app import create_app
 from pageloom.serve.auth import Keys, read_keys
 from pageloom.serve.calls import ToolStyle
-from pageloom.serve.client import EngineClient, EngineDiedError
+from pageloom.serve.client import EngineDiedError
 from pageloom.serve.connection import Connection
+from pageloom.serve.engines import Engines, make_engines
 from pageloom.serve.gate import Gate
 from pageloom.serve.listen import allow_many_files, bind, cannot_listen, warn_if_open
 from pageloom.serve.logs import announce
+from pageloom.serve.replicas import Replicas
+from pageloom.serve.restart import start_again
 from pageloom.serve.service import Service
 
 log = logging.getLogger(__name__)
 
-RESTART_DELAYS = (0.0, 1.0, 5.0, 15.0, 60.0)  # seconds, before each attempt in turn
 FAREWELL = 2  # seconds for answers that are on their way when the server closes
 
 
@@ -42,10 +44,10 @@ def serve(path: str, overrides: Sequence[str]) -> int:
     allow_many_files()
     with bind(config.server) as listener:
         warn_if_open(config.server.host, bool(keys))
-        return asyncio.run(_serve(config, keys, EngineClient(path, overrides), listener))
+        return asyncio.run(_serve(config, keys, make_engines(config, path, overrides), listener))
 
 
-async def _serve(config: Config, keys: Keys, client: EngineClient, listener: socket.socket) -> int:
+async def _serve(config: Config, keys: Keys, client: Engines, listener: socket.socket) -> int:
     told = _catch_signals(client)
     starting = asyncio.create_task(_start(config, client))
     telling = asyncio.create_task(told.wait())
@@ -61,7 +63,7 @@ async def _serve(config: Config, keys: Keys, client: EngineClient, listener: soc
         await client.stop()
 
 
-def _catch_signals(client: EngineClient) -> asyncio.Event:
+def _catch_signals(client: Engines) -> asyncio.Event:
     """What the first SIGTERM or Ctrl-C sets. The second ends everything at once."""
     told = asyncio.Event()
 
@@ -77,7 +79,7 @@ def _catch_signals(client: EngineClient) -> asyncio.Event:
     return told
 
 
-async def _start(config: Config, client: EngineClient) -> Service:
+async def _start(config: Config, client: Engines) -> Service:
     """Load the tokenizer here while the model loads there. Raises `PageloomError`."""
     starting = asyncio.create_task(client.start())
     try:
@@ -101,9 +103,8 @@ async def _run(
     config: Config, keys: Keys, service: Service, listener: socket.socket, told: asyncio.Event
 ) -> int:
     most = config.server.max_waiting
-    app = Gate(
-        create_app(service), keys, None if most is None else most + config.scheduler.max_num_seqs
-    )
+    seats = config.scheduler.max_num_seqs * config.parallel.most_replicas
+    app = Gate(create_app(service), keys, None if most is None else most + seats)
     server = Server(
         uvicorn.Config(
             app,
@@ -169,21 +170,10 @@ async def _watch(service: Service) -> None:
     client = service.client
     while True:
         await client.died.wait()
-        if not (service.config.restart_engine and await _restart(client)):
+        if isinstance(client, Replicas):  # which has tried
             return
-
-
-async def _restart(client: EngineClient) -> bool:
-    for attempt, delay in enumerate(RESTART_DELAYS, 1):
-        await asyncio.sleep(delay)
-        try:
-            await client.start()
-        except EngineDiedError as error:
-            log.error("attempt %d to start the engine again: %s", attempt, error)
-        else:
-            log.warning("the engine runs again")
-            return True
-    return False
+        if not (service.config.restart_engine and await start_again(client)):
+            return
 
 
 async def _drain(service: Service) -> None:

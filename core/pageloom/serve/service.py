@@ -16,8 +16,8 @@ from pageloom.config.schema import ServerConfig
 from pageloom.engine.prompts import Prompt, PromptEncoder
 from pageloom.scheduling import SamplingParams
 from pageloom.serve.calls import ToolStyle, ToolUse
-from pageloom.serve.client import EngineClient
-from pageloom.serve.errors import APIError, draining, engine_died, overloaded, too_long
+from pageloom.serve.engines import Engines
+from pageloom.serve.errors import APIError, draining, engine_died, overloaded, too_long, too_many
 from pageloom.serve.generation import Generation, invalid, unfit
 from pageloom.serve.grammars import Grammars
 from pageloom.serve.logprobs import TokenTexts
@@ -30,7 +30,7 @@ class Service:
     """One engine and what is said about it. Used by the tasks of one event loop."""
 
     config: ServerConfig
-    client: EngineClient
+    client: Engines
     prompts: PromptEncoder
     model: str  # the name that clients use
     root: str  # where the model came from
@@ -120,6 +120,8 @@ class Service:
             if len(prompt) >= self.client.info.max_model_len:
                 raise too_long(len(prompt), self.client.info.max_model_len)
         waiting, most = self.client.num_waiting, self.config.max_waiting
+        if most is not None and len(prompts) > most:
+            raise too_many(len(prompts), most)
         if most is not None and waiting + len(prompts) > most:
             raise overloaded(waiting)
         try:

@@ -39,6 +39,10 @@ class Inspect(msgspec.Struct, tag=True):
     """Asks for `Inspection`."""
 
 
+class Ping(msgspec.Struct, tag=True):
+    """Asks for `Pong`."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """The first message of an engine process: its model is loaded."""
 
@@ -65,6 +69,10 @@ class Steps(msgspec.Struct, tag=True):
     chunks: list[CompletionChunk]
 
 
+class Pong(msgspec.Struct, tag=True):
+    """The engine process goes on: this comes between two steps."""
+
+
 class Inspection(msgspec.Struct, tag=True):
     """The state of the engine process between two steps."""
 
@@ -85,8 +93,8 @@ class Inspection(msgspec.Struct, tag=True):
         return "".join(f"# TYPE {n} {kind}\n{n} {v}\n" for n, kind, v in values).encode()
 
 
-ToEngine = Submit | Abort | Inspect
-FromEngine = Ready | Failed | Refused | Steps | Inspection
+ToEngine = Submit | Abort | Inspect | Ping
+FromEngine = Ready | Failed | Refused | Steps | Inspection | Pong
 
 M = TypeVar("M")
 

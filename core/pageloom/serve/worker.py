@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
+from pageloom.contract import WorkerError
 from pageloom.engine.engine import Engine
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.errors import PageloomError, one_line
@@ -23,6 +24,8 @@ from pageloom.serve.wire import (
     FromEngine,
     Inspect,
     Inspection,
+    Ping,
+    Pong,
     Ready,
     Refused,
     Steps,
@@ -35,6 +38,7 @@ from pageloom.serve.wire import (
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
+CHECK_MILLISECONDS = 1000  # how often somebody who has nothing to do looks after the workers
 MAX_FAILURES = 3  # steps in a row: such as after a GPU's context is lost, none will succeed
 
 
@@ -59,7 +63,7 @@ class Worker:
 
     def run(self) -> None:
         """Returns when the connection is closed; raises what made several steps in a row fail."""
-        self._send(Ready(self._engine.info, self._engine.runner.model.vocab_size))
+        self._send(Ready(self._engine.info, self._engine.vocab_size))
         while not self._closed:
             for message in self._receive(wait=not self._engine.has_requests):
                 self._handle(message)
@@ -73,6 +77,11 @@ class Worker:
         try:
             self._engine.advance()
             self._failures = 0
+        except WorkerError:
+            # That requests have failed is not sent: the server knows it when this process ends,
+            # and may have another engine for those that had not begun.
+            self._outbox.clear()
+            raise
         except Exception:
             # Every open request got a last chunk that says so; the engine itself can go on.
             log.exception("an engine step failed")
@@ -88,6 +97,8 @@ class Worker:
         elif isinstance(message, Inspect):
             self._flush()
             self._send(self._inspect())
+        elif isinstance(message, Ping):
+            self._send(Pong())
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -160,7 +171,9 @@ class Worker:
         self._poller.modify(
             self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0)
         )
-        found = dict(self._poller.poll(None if wait else 0))
+        found = dict(self._poller.poll(CHECK_MILLISECONDS if wait else 0))
+        if wait and not found:
+            self._engine.check_workers()
         events = found.get(self._connection.fileno(), 0)
         return bool(events & ~select.POLLOUT), bool(events & select.POLLOUT)
 
@@ -223,7 +236,8 @@ def serve(connection: socket.socket, config: str, overrides: list[str]) -> int:
         connection.sendall(pack(Failed(reason)))
         return 2 if expected else 1
     try:
-        Worker(engine, connection).run()
+        with engine:
+            Worker(engine, connection).run()
     except Exception as error:
         log.critical("the engine ends: %s", one_line(error))
         return 1
