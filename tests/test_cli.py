@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import subprocess
 import sys
 
@@ -81,22 +80,20 @@ def kernels(site, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def test_help_is_quick_and_imports_no_torch():
+def test_help_imports_little():
+    """So that it is there in a fraction of a second, whatever the machine."""
     script = (
         "import sys\n"
         "from pageloom.cli import main\n"
         "try: main(['--help'])\n"
-        "finally: print('heavy:', {'torch', 'transformers', 'numpy'} & set(sys.modules))"
+        "finally: print('imported:', len(sys.modules), {'torch', 'transformers', 'numpy', 'yaml', "
+        "'pageloom.engine', 'pageloom.serve', 'pageloom.bench'} & set(sys.modules))"
     )
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert "heavy: set()" in done.stdout
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert {"plugins", "config"} <= set(done.stdout.split())
-    assert min(seconds) < 0.5  # of CPU time: these machines are shared
+    imported, heavy = re.search(r"imported: (\d+) (.*)", done.stdout).groups()
+    assert heavy == "set()"
+    assert int(imported) < 500
 
 
 def test_the_console_script_is_installed():

@@ -81,7 +81,7 @@ class Environment:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python]
         offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
         done = subprocess.run(
-            [*pip, "install", *offline, source], capture_output=True, text=True, timeout=120
+            [*pip, "install", *offline, source], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
 

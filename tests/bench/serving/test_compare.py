@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
 
+import pageloom.bench.serving.replay
 from pageloom import Engine
 from pageloom.bench.serving.compare import build_sides, prepare, run_rounds, warm_up
 from pageloom.bench.serving.replay import Client
@@ -33,12 +33,42 @@ def client(paged):
     return Client(Engine.from_config(paged))
 
 
-def test_a_replay_takes_down_each_request(client):
+class Clock:
+    """By which a step takes a tenth of a second, and nothing else takes any time."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.slept = 0.0
+
+    def monotonic(self):
+        self.now += 1e-6  # no two moments are the same
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.slept += seconds
+
+
+@pytest.fixture
+def clock(client, monkeypatch):
+    clock, advance = Clock(), client.engine.advance
+
+    def advance_by_the_clock():
+        clock.now += 0.1
+        advance()
+
+    monkeypatch.setattr(client.engine, "advance", advance_by_the_clock)
+    monkeypatch.setattr(client.engine.planner, "clock", clock.monotonic)
+    monkeypatch.setattr(pageloom.bench.serving.replay, "time", clock)
+    return clock
+
+
+def test_a_replay_takes_down_each_request(client, clock):
     trace = draw_token_ids(short_trace(), 96)
     finished = []
-    before = time.monotonic()
-    replay = client.replay(trace, on_finished=lambda: finished.append(time.monotonic() - before))
-    wall = time.monotonic() - before
+    before = clock.now
+    replay = client.replay(trace, on_finished=lambda: finished.append(clock.now - before))
+    wall = clock.now - before
     assert [request.output_tokens for request in replay.requests] == [
         request.output_tokens for request in trace
     ]
@@ -48,10 +78,9 @@ def test_a_replay_takes_down_each_request(client):
     for request in replay.requests:
         assert 0 <= request.first_scheduled < request.first_token < request.finished
         assert request.finished <= replay.seconds <= wall
-    assert max(request.finished for request in replay.requests) == pytest.approx(
-        replay.seconds, abs=0.05
-    )
-    assert len(finished) == len(trace)
+    at = sorted(request.finished for request in replay.requests)
+    assert at == pytest.approx(finished, abs=1e-3)
+    assert at[-1] == pytest.approx(replay.seconds, abs=1e-3)
     total = sum(request.output_tokens for request in trace)
     assert replay.tokens_per_second == pytest.approx(total / replay.seconds)
     # Every prompt token once, and every output token but the last of each request.
@@ -59,22 +88,21 @@ def test_a_replay_takes_down_each_request(client):
     assert replay.stats.computed_tokens == prompts + total - len(trace)
 
 
-def test_latencies_are_those_that_a_client_sees(client, monkeypatch):
-    """TTFT and TPOT equal what the times of delivery give; each step takes a tenth of a second."""
+def test_latencies_are_those_that_a_client_sees(client, clock, monkeypatch):
+    """TTFT and TPOT equal what the times of delivery give."""
     seen = []
-    open_request, advance = client.engine.open_request, client.engine.advance
+    open_request = client.engine.open_request
 
     def open_and_listen(prompt, params, **options):
-        options["deliver"] = lambda chunk: seen.append(time.monotonic())
+        options["deliver"] = lambda chunk: seen.append(clock.now)
         return open_request(prompt, params, **options)
 
     monkeypatch.setattr(client.engine, "open_request", open_and_listen)
-    monkeypatch.setattr(client.engine, "advance", lambda: (time.sleep(0.1), advance()))
-    start = time.monotonic()
+    start = clock.now
     (served,) = client.replay([TraceRequest((1, 2, 3), 4)]).requests
     assert len(seen) == 4
-    assert 0.1 <= served.ttft == pytest.approx(seen[0] - start, abs=0.05)
-    assert 0.1 <= served.tpot == pytest.approx((seen[-1] - seen[0]) / 3, abs=0.02)
+    assert 0.1 <= served.ttft == pytest.approx(seen[0] - start, abs=1e-3)
+    assert 0.1 <= served.tpot == pytest.approx((seen[-1] - seen[0]) / 3, abs=1e-3)
 
 
 def test_a_request_of_one_token_has_no_tpot(client):
@@ -83,25 +111,24 @@ def test_a_request_of_one_token_has_no_tpot(client):
     assert served.ttft > 0
 
 
-def test_requests_come_when_the_trace_says(client):
+def test_requests_come_when_the_trace_says(client, clock):
     trace = [TraceRequest((5, 6, 7), 3, arrival) for arrival in (0.0, 0.5, 1.0)]
     replay = client.replay(trace)
     assert [request.arrival for request in replay.requests] == [0.0, 0.5, 1.0]
     assert all(request.first_scheduled >= request.arrival for request in replay.requests)
-    assert replay.seconds >= 1.0
+    assert replay.seconds == pytest.approx(1.3, abs=1e-3)
     assert replay.stats.peak_running == 1
-    assert replay.stats.busy < replay.seconds - 0.3  # it slept in between
+    assert clock.slept == pytest.approx(0.4, abs=1e-3)
 
 
-def test_a_request_that_comes_during_a_step_has_waited_from_when_it_came(client, monkeypatch):
-    advance = client.engine.advance
-    monkeypatch.setattr(client.engine, "advance", lambda: (time.sleep(0.05), advance()))
+@pytest.mark.usefixtures("clock")
+def test_a_request_that_comes_during_a_step_has_waited_from_when_it_came(client):
     trace = [TraceRequest((1, 2), 2), TraceRequest((1, 2), 1, arrival=0.01)]
     first, second = client.replay(trace).requests
-    assert first.ttft >= 0.05
-    assert second.first_scheduled >= 0.05
+    assert first.ttft == pytest.approx(0.1, abs=1e-3)
+    assert second.first_scheduled == pytest.approx(0.2, abs=1e-3)
     assert second.ttft == second.first_token - 0.01
-    assert second.ttft >= 0.09
+    assert second.ttft == pytest.approx(0.19, abs=1e-3)
 
 
 def test_a_side_that_does_other_work_stops_the_comparison(client, monkeypatch):

@@ -22,10 +22,12 @@ SHAPES = {
     torch.float32: [(64, 3, 16), (80, 1, 3), (96, 12, 48), (128, 4, 256), (256, 8, 16)],
 }
 INSTANCES = [Instance(dtype, *shape) for dtype, shapes in SHAPES.items() for shape in shapes]
-# Each KV format, with dtypes, shapes and the kernels for float32 in turn.
+ARCHITECTURES = ("sm_80", "sm_90")
+CASES = [(instance, arch) for instance in INSTANCES for arch in ARCHITECTURES]
+# Each KV format, with dtypes, shapes, architectures and the kernels for float32 in turn.
 LAYOUTS = [VectorLayout(element, scaling) for element in ELEMENTS for scaling in SCALINGS]
-INSTANCES += [
-    Instance(dtype, *SHAPES[dtype][i % 5], layout)
+CASES += [
+    (Instance(dtype, *SHAPES[dtype][i % 5], layout), ARCHITECTURES[(i + i // 2) % 2])
     for i, layout in enumerate(LAYOUTS)
     for dtype in [list(SHAPES)[i % 2], *([torch.float32] if i % 4 == 1 else [])]
 ]
@@ -33,11 +35,10 @@ REGISTERS = 65536  # of a multiprocessor
 MOST_SHARED = 48 * 1024  # bytes of a thread block
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    "instance",
-    INSTANCES,
-    ids=lambda i: i.kernels["decode"],
+    ("instance", "arch"),
+    CASES,
+    ids=lambda case: case if case in ARCHITECTURES else case.kernels["decode"],
 )
 def test_compiles_without_spills(instance, arch, record_property):
     compiled = nvrtc.compile_kernels(instance.kernels.values(), arch)
