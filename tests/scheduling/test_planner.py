@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageloom.contract import Scheduler
-from pageloom.scheduling import PolicyError, RequestTooLargeError, SamplingParams, StepPlan
+from pageloom.scheduling import PolicyError, RequestTooLargeError, SamplingParams
 from pageloom.scheduling.request import Status
 from simulation import make_request, simulate
 
@@ -378,45 +378,3 @@ def test_stop_tokens_wait_for_min_tokens():
     while sim.planner.has_requests:
         sim.step()
     assert len(request.branches[0].output_token_ids) == 3
-
-
-def test_steps_in_flight_share_the_running_requests_evenly():
-    sim = simulate(Policy(run_all), steps_in_flight=2)
-    planner = sim.planner
-    for name in range(8):
-        planner.add(make_request(name, 2, 9))
-    first = planner.plan()
-    assert len(first.chunks) == 8  # nobody ran yet, so nothing is to be shared
-    assert not planner.plan().chunks  # all are under way
-    for chunk in first.chunks:
-        planner.advance(chunk, [1])
-    planner.complete(first)
-    planner.complete(StepPlan(()))
-    plans = [planner.plan(), planner.plan()]
-    ran = [[chunk.branch.request.request_id for chunk in plan.chunks] for plan in plans]
-    assert ran == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
-    assert not planner.plan().chunks
-
-
-def test_a_request_may_end_while_its_step_is_in_flight():
-    sim = simulate(Policy(run_all), steps_in_flight=2, num_blocks=2, max_num_seqs=2)
-    planner = sim.planner
-    gone, comes = make_request("gone", 6, 2), make_request("comes", 6, 2)
-    planner.add(gone)
-    plan = planner.plan()
-    planner.finish(gone, "abort")
-    planner.add(comes)  # needs the blocks of the other
-    following = planner.plan()
-    assert [chunk.branch.request for chunk in following.chunks] == [comes]
-    planner.complete(plan)
-    planner.complete(following)
-    assert sim.planner.pool.num_used == 2
-
-
-def test_a_policy_is_not_stuck_while_all_requests_are_in_flight():
-    sim = simulate(Policy(run_all), steps_in_flight=3)
-    sim.add(make_request(0, 2, 30))
-    planner = sim.planner
-    plan = planner.plan()
-    assert not any(planner.plan().chunks for _ in range(2 * planner.MAX_EMPTY_PLANS))
-    assert plan.chunks

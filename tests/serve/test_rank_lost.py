@@ -21,12 +21,14 @@ def ranks_of(engine: int) -> list[int]:
 
 
 def ask(server, number: int) -> int | str:
-    """The status of an answer, or "error" for a stream that ends with one."""
+    """The status of an answer, 503 too if a stream had not begun; "error" for one that ends so."""
     body = LONG | {"prompt": f"{number}", "stream": number % 2 == 0}
     with server.client(timeout=PATIENCE) as client:
         if not body["stream"]:
             return client.post("/v1/completions", json=body).status_code
         with client.stream("POST", "/v1/completions", json=body) as stream:
+            if stream.status_code != 200:
+                return stream.status_code
             events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     assert events[-1] == "[DONE]"
     return next(iter(json.loads(events[-2])))
@@ -41,7 +43,7 @@ def test_when_a_rank_is_killed_every_client_hears_of_it_and_the_server_fails(con
         wait_for(lambda: server.metric("pageloom_open_requests") == 8)
         os.kill(ranks[1], signal.SIGKILL)
         answers = [each.result() for each in asked]
-        assert answers[0::2] == ["error"] * 4
+        assert set(answers[0::2]) <= {"error", 503}
         assert {status // 100 for status in answers[1::2]} == {5}
         assert server.process.wait(PATIENCE) == 1
         assert f"pid {ranks[1]}) was ended by SIGKILL" in "\n".join(server.log)

@@ -13,7 +13,7 @@ from pageloom.contract import EngineInfo, Executor, Scheduler, WorkerError, Work
 from pageloom.engine.blueprint import EngineBlueprint
 from pageloom.engine.engine import Engine
 from pageloom.engine.executor_choice import make_executor
-from pageloom.engine.load_model import open_model
+from pageloom.engine.load_model import check_ranks, open_model
 from pageloom.engine.memory_report import MemoryReport
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.errors import PageloomError
@@ -31,6 +31,8 @@ def assemble(config: Config) -> Engine:
     """
     plugins = config.loaded_plugins
     source = open_model(config, plugins)
+    if config.parallel.world_size > 1:
+        check_ranks(config, source)
     blueprint = EngineBlueprint(config, source)
     name, executor = make_executor(config, plugins, blueprint)
     try:

@@ -53,7 +53,8 @@ def count_blocks(
         budget, activations = _cuda_budget(config, model, device)
         source = "gpu_memory_utilization (after weights and activations)"
     else:
-        ranks = config.parallel.world_size  # which share the machine, if they are not on Ray
+        # All ranks of all engines share the machine, if they are not on Ray.
+        ranks = config.parallel.world_size * config.parallel.most_replicas
         budget, source = int(total * CPU_SHARE / ranks), f"{CPU_SHARE:.0%} of this machine's memory"
     _check_fits(budget, total, "kv_cache.memory")
     num_blocks = budget // bytes_per_block
@@ -116,7 +117,8 @@ def _cuda_budget(config: Config, model: Model, device: torch.device) -> tuple[in
         out.zero_()
 
     hidden = model.forward(tokens, torch.zeros_like(tokens), Attend(no_attention))
-    model.logits(hidden[: config.scheduler.max_num_seqs])
+    if model.group.rank.is_last:  # the head is there
+        model.logits(hidden[: config.scheduler.max_num_seqs])
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - allocated
     del hidden

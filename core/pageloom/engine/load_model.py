@@ -11,9 +11,9 @@ from pageloom.config import Config
 from pageloom.contract import Group, WeightLoader
 from pageloom.errors import PageloomError, one_line
 from pageloom.models.architecture import LARGEST_SIZE
-from pageloom.models.build import build_model
+from pageloom.models.build import build_model, check_division
 from pageloom.models.loading import open_loader
-from pageloom.models.model import Model
+from pageloom.models.model import Model, UnsupportedModelError
 from pageloom.plugins import Plugins
 
 
@@ -75,6 +75,20 @@ def load_model(config: Config, source: ModelSource, device: torch.device, group:
         raise PageloomError(
             f"model {config.model.path} cannot be built on {device}: {one_line(error)}"
         ) from error
+
+
+def check_ranks(config: Config, source: ModelSource) -> None:
+    """Raise `PageloomError` for a model that cannot be divided over the ranks of ``config``."""
+    parallel = config.parallel
+    try:
+        check_division(
+            source.config,
+            source.max_model_len,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+        )
+    except UnsupportedModelError as error:
+        raise PageloomError(f"model {config.model.path}: {error}") from error
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:

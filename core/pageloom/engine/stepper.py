@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pageloom.contract import Executor, StepRecord, WorkerError
@@ -34,15 +35,19 @@ class Stepper:
         self._block_size = block_size
         self._in_flight: deque[RunningStep] = deque()
         self._steps = 0
+        self._preempted = 0  # by plans of which nobody was told yet
 
     def run(self) -> RunningStep:
         """Submit what may be submitted, and wait for the oldest step, which is then to be
         `complete`. If there is nothing to compute, that is a step without results."""
+        if self._in_flight:
+            self._come_first(self._in_flight[0])
         while len(self._in_flight) < self._executor.max_in_flight:
             step = self._plan()
             if step.planned.is_empty:
                 self._planner.complete(step.planned.plan)
                 if self._in_flight:
+                    self._preempted += len(step.planned.plan.preempted)
                     break
                 return step
             try:
@@ -71,12 +76,23 @@ class Stepper:
             step = self._in_flight.popleft()
             self._planner.complete(step.planned.plan)
             if not step.received and not isinstance(error, WorkerError):
-                self._executor.receive()
+                with suppress(WorkerError):  # which the next step meets again
+                    self._executor.receive()
 
     def _plan(self) -> RunningStep:
         started = self._planner.clock()
         plan = self._planner.plan()
-        return RunningStep(PlannedStep(plan), self._occupied(plan), started)
+        try:
+            return RunningStep(PlannedStep(plan), self._occupied(plan), started)
+        except BaseException:
+            self._planner.complete(plan)
+            raise
+
+    def _come_first(self, step: RunningStep) -> None:
+        """The step before it is complete: from here on its own time counts, and whoever has ended
+        meanwhile is not of it."""
+        step.started = self._planner.clock()
+        step.occupied = self._occupied(step.planned.plan)
 
     def _occupied(self, plan: StepPlan) -> dict[str, int] | None:
         """How full the cache is while the step runs: before those that finish in it are freed."""
@@ -105,11 +121,12 @@ class Stepper:
             prefill_tokens=plan.num_tokens - decodes,
             decode_tokens=decodes,
             recomputed_tokens=sum(chunk.num_recomputed for chunk in plan.chunks),
-            preempted=len(plan.preempted),
+            preempted=len(plan.preempted) + self._preempted,
             blocks_copied=len(plan.copies),
             blocks_swapped_out=len(plan.swapped_out),
             blocks_swapped_in=len(plan.swapped_in),
             blocks_total=self._planner.pool.num_blocks,
             **step.occupied,
         )
+        self._preempted = 0
         self._plugins.notify("step_finished", record=record)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pageloom.contract import Group, WeightLoader
+from pageloom.contract import Group, Rank, WeightLoader
 from pageloom.errors import one_line
 from pageloom.models.architecture import DecoderArchitecture, why_not
 from pageloom.models.decoder import Decoder
@@ -60,6 +60,23 @@ def build_model(
         trust_remote_code=trust_remote_code,
         group=group,
     )
+
+
+def check_division(
+    hf_config: PretrainedConfig, max_model_len: int, tensor_size: int, stages: int
+) -> None:
+    """Raise `UnsupportedModelError` if it is known from the configuration alone that a model cannot
+    be divided so: it is cheaper to know before a process is started for each rank."""
+    plan = _plan_decoder(hf_config, max_model_len)
+    if plan is not None:
+        for index in range(tensor_size * stages):
+            shard = Shard.of(plan[0], Rank.of(index, tensor_size, stages))
+            shard.mlp(plan[0])
+    elif stages > 1:
+        raise UnsupportedModelError(
+            f"{hf_config.model_type} runs through transformers, which is not divided into pipeline "
+            "stages; set parallel.pipeline_parallel_size to 1."
+        )
 
 
 def _plan_decoder(

@@ -127,7 +127,14 @@ class Planner:
         Raises `PolicyError` if the policy raises or is stuck. No block is lost then, and every
         request can still be finished.
         """
-        running = self._share() if self._steps_in_flight > 1 else self.running
+        running = self.running
+        if self._steps_in_flight > 1:
+            # Whoever gives way must be chosen among all, or two requests may evict each other for
+            # ever: where blocks may run out, one step follows the other.
+            enough = self.pool.num_free >= self._growth()
+            if self._in_flight and not enough:
+                return self._remember(StepPlan(()))
+            running = self._share() if enough else running
         hidden = sum(r.seats for name, r in self.running.items() if name not in running)
         if not running and hidden >= self.limits.max_num_seqs:  # all are in other plans
             return self._remember(StepPlan(()))
@@ -252,8 +259,10 @@ class Planner:
     def reset_prefix_cache(self) -> None:
         """Give up all cached prefixes, those that open requests have computed included."""
         self.pool.forget_all()
+        busy = self._busy()
         for request in (*self.running.values(), *self.waiting.values()):
-            request.isolate()
+            if request in busy or any(branch.num_computed for branch in request.branches):
+                request.isolate()
 
     def check_integrity(self) -> None:
         """Raise `pageloom.memory.IntegrityError` if a block is leaked or counted wrongly, or if a
@@ -274,9 +283,22 @@ class Planner:
             self._in_flight.append(plan)
         return plan
 
+    def _growth(self) -> int:
+        """Most blocks that the running requests can take in their next steps."""
+        blocks, size = 0, self.limits.block_size
+        for request in self.running.values():
+            for branch in request.branches:
+                tokens = min(branch.num_pending, self.limits.max_num_batched_tokens)
+                blocks += 2 + tokens // size  # a block begun, and a copy of a shared one
+        return blocks
+
+    def _busy(self) -> set[Request]:
+        """Those that are in plans in flight."""
+        return {chunk.branch.request for plan in self._in_flight for chunk in plan.chunks}
+
     def _share(self) -> dict[str, Request]:
         """The running requests that the next plan may have: none that is in another."""
-        busy = {chunk.branch.request for plan in self._in_flight for chunk in plan.chunks}
+        busy = self._busy()
         free = {name: r for name, r in self.running.items() if r not in busy}
         if self._empty_plans:
             return free  # whoever was left out may be who can go on

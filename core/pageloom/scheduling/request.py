@@ -192,10 +192,9 @@ class Request:
 
     def isolate(self) -> None:
         """Let nobody find what was computed so far, or what will be computed from it."""
-        if any(branch.num_computed for branch in self.branches):
-            self.root_hash = token_bytes(32)
-            for branch in self.branches:
-                branch._keys.clear()
+        self.root_hash = token_bytes(32)
+        for branch in self.branches:
+            branch._keys.clear()
 
     def reorder(self, choices: Sequence[tuple[int, int]]) -> None:
         """Make each (branch, token id) of ``choices`` a branch; those not chosen end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pageloom.bench.machine import Machine
@@ -19,7 +20,7 @@ def make_profile(engine: Engine, fitted: Fit, machine: Machine) -> StepProfile:
     limits = engine.planner.limits
     measured = {
         "machine": asdict(machine),
-        "model": engine.info.model,
+        "model": Path(engine.info.model).name,
         "quantizer": engine.info.quantizer,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
