@@ -17,7 +17,7 @@ from pageloom import SamplingParams
 from pageloom.config import load_config
 from pageloom.errors import PageloomError
 from pageloom.serve.engines import make_engines
-from pageloom.serve.replicas_cards import environments
+from pageloom.serve.replicas_cards import environments, visible_cards
 
 TWO = "parallel.replicas=2"
 LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -164,6 +164,7 @@ def test_what_cannot_be_is_one_clear_error(config, overrides, said):
 
 def test_each_replica_has_cards_of_its_own(config, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
     of = ["runtime.device=cuda", "parallel.tensor_parallel_size=2"]
     found = environments(load_config(config, of), 2)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"]
@@ -171,3 +172,26 @@ def test_each_replica_has_cards_of_its_own(config, monkeypatch):
         environments(load_config(config, of), 3)
     assert environments(load_config(config, [*of, "parallel.executor=ray"]), 3) == [{}, {}, {}]
     assert environments(load_config(config, ["runtime.device=cpu"]), 9) == [{}] * 9
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "cards"),
+    [
+        ("-1", 8, []),
+        ("", 8, []),
+        ("3,-1,2", 8, ["3"]),
+        ("3,,2", 8, ["3"]),
+        ("GPU-1f,MIG-2e", 8, ["GPU-1f", "MIG-2e"]),
+        ("0,1,9", 2, ["0", "1"]),
+        ("0,1", 0, []),
+        (None, 2, ["0", "1"]),
+        (None, 0, []),
+    ],
+)
+def test_cards_are_those_that_cuda_finds(monkeypatch, given, found, cards):
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+    assert visible_cards() == cards

@@ -16,9 +16,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pageloom.contract.executor import WorkerReport
 
 FORMAT = "pageloom step profile, version 1"
+
+# What each number of a worker is at least, and what it is below.
+_COUNTS, _BYTES = 2**31, 2**63
+_RANGES = {
+    "vocab_size": (1, _COUNTS),
+    "max_model_len": (1, _COUNTS),
+    "block_size": (1, _COUNTS),
+    "num_blocks": (1, _COUNTS),
+    "host_blocks": (0, _COUNTS),
+    "bytes_per_block": (0, _BYTES),
+    "activations": (0, _BYTES),
+}
 
 
 class StepWork(NamedTuple):
@@ -148,11 +162,43 @@ class StepProfile:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is not a {FORMAT}; {make}")
         try:
-            costs = StepCosts.from_json(content["costs"])
-            worker = WorkerReport(**content["worker"])
-        except (KeyError, TypeError, ValueError) as error:
+            costs = StepCosts.from_json(_part(content, "costs"))
+            worker = _worker(_part(content, "worker"))
+            measured = _part({"measured": {}} | content, "measured")
+        except ValueError as error:
             raise ValueError(f"the profile {path} is wrong: {error}; {make}") from error
-        return cls(costs, worker, content.get("measured", {}))
+        return cls(costs, worker, measured)
+
+
+def _part(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if name not in content:
+        raise ValueError(f"{name} is missing")
+    if not isinstance(content[name], dict):
+        raise ValueError(f"{name} must be an object, not {json.dumps(content[name]):.40}")
+    part: dict[str, Any] = content[name]
+    return part
+
+
+def _worker(values: Mapping[str, Any]) -> WorkerReport:
+    """Raises `ValueError` that names the key."""
+    for key in values:
+        if key not in {field.name for field in fields(WorkerReport)}:
+            raise ValueError(f"worker.{key} is not known")
+    try:
+        worker = msgspec.convert(values, WorkerReport)
+    except msgspec.ValidationError as error:
+        reason, _, key = str(error).rstrip("`").partition(" - at `$")
+        raise ValueError(f"worker{key}: {reason[0].lower()}{reason[1:]}") from error
+    for name, (least, end) in _RANGES.items():
+        _check_range(f"worker.{name}", getattr(worker, name), least, end)
+    for kind, size in worker.weights.items():
+        _check_range(f"worker.weights.{kind}", size, 0, _BYTES)
+    return worker
+
+
+def _check_range(key: str, value: int | None, least: int, end: int) -> None:
+    if value is not None and not least <= value < end:
+        raise ValueError(f"{key} must be from {least} to {end - 1:,}, not {value}")
 
 
 def _number(point: tuple[int, float]) -> int:

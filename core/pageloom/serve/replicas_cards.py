@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import takewhile
 
 from pageloom.config import Config
 from pageloom.engine.executor_choice import finds_devices
@@ -38,9 +39,18 @@ def environments(config: Config, replicas: int) -> list[Mapping[str, str]]:
 
 
 def visible_cards() -> list[str]:
-    """The names by which this process may use cards."""
-    if (given := os.environ.get(VISIBLE)) is not None:
-        return [card for card in given.split(",") if card]
+    """The names by which this process may use cards: of those that it was given, as many as CUDA
+    finds, which stops at the first that is none."""
+    given = os.environ.get(VISIBLE)
+    names = None if given is None else list(takewhile(_names_a_card, given.split(",")))
+    if names == []:
+        return []
     import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()
+    return [str(number) for number in range(count)] if names is None else names[:count]
+
+
+def _names_a_card(name: str) -> bool:
+    """An index or a UUID; a negative index, like nothing at all, ends the list."""
+    return bool(name.strip()) and not name.strip().startswith("-")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pageloom.contract import Blueprint, Executor, Step, StepOutput, WorkerError, WorkerReport
@@ -57,13 +59,16 @@ class SimulatedExecutor(Executor):
         """Seconds by name, as in a profile; those of the profile where not given. Without
         either, steps take no time."""
         vocab_size: int | None = None
-        """Another one than the profile's, and so on. Without a profile: 32000."""
+        """Another one than the profile's. Without a profile: 32000."""
         max_model_len: int | None = None
-        """Most tokens of prompt and output together. Without a profile: 4096."""
+        """Most tokens of prompt and output together. By default ``model.max_model_len``, or else
+        the profile's. Without a profile: 4096."""
         num_blocks: int | None = None
-        """Blocks that there is room for. Without a profile: 4096."""
+        """Blocks that there is room for. By default ``kv_cache.num_blocks``, or those that fit
+        into ``kv_cache.memory``, or else the profile's. Without a profile: 4096."""
         block_size: int | None = None
-        """Tokens per block. Without a profile: 16."""
+        """Tokens per block. By default ``kv_cache.block_size``, or else the profile's. Without a
+        profile: 16."""
 
         def __post_init__(self) -> None:
             for name in ("vocab_size", "max_model_len", "num_blocks", "block_size"):
@@ -85,17 +90,11 @@ class SimulatedExecutor(Executor):
 
     def start(self, blueprint: Blueprint) -> Sequence[WorkerReport]:
         """The costs are those of all ranks, and what they take is all in the first's report."""
-        config = self.config
-        if config.profile is not None:
-            profile = StepProfile.read(config.profile)
-            self._costs, self._report = profile.costs, profile.worker
-        self._costs = StepCosts.from_json(self._costs.as_json() | config.costs)
-        given = {
-            name: value
-            for name in ("vocab_size", "max_model_len", "num_blocks", "block_size")
-            if (value := getattr(config, name)) is not None
-        }
-        self._report = replace(self._report, **given)
+        path = self.config.profile
+        profile = None if path is None else StepProfile.read(path)
+        costs = StepCosts() if profile is None else profile.costs
+        self._costs = StepCosts.from_json(costs.as_json() | self.config.costs)
+        self._report = _report(self.config, blueprint.state().get("config", {}), profile)
         self._tokens = _made_up(self._report.vocab_size)
         self._open = True
         another = replace(self._report, bytes_per_block=0, weights={}, activations=None)
@@ -138,6 +137,83 @@ class SimulatedExecutor(Executor):
     def _check_open(self) -> None:
         if not self._open:
             raise WorkerError("the simulated executor is not started, or closed")
+
+
+def _report(
+    options: SimulatedExecutor.Config, values: Mapping[str, Any], profile: StepProfile | None
+) -> WorkerReport:
+    """By the executor's options, or else the configuration's values, by section, or else the
+    profile. Raises `ValueError` for values that cannot be honoured."""
+    model, cache = values.get("model", {}), values.get("kv_cache", {})
+    _check_quantizer(cache.get("quantizer"), options.profile, profile)
+    block_size = options.block_size or cache.get("block_size")
+    num_blocks = options.num_blocks or cache.get("num_blocks")
+    if profile is None:
+        worker = replace(_NOBODY, block_size=block_size or _NOBODY.block_size)
+    else:
+        worker = _in_blocks_of(block_size or profile.worker.block_size, profile.worker)
+    if num_blocks is None and cache.get("memory") is not None:
+        known = profile is not None and profile.worker.bytes_per_block > 0
+        num_blocks = _fitting(cache["memory"], worker.bytes_per_block if known else None)
+    report = replace(
+        worker,
+        vocab_size=options.vocab_size or worker.vocab_size,
+        max_model_len=options.max_model_len or model.get("max_model_len") or worker.max_model_len,
+        num_blocks=worker.num_blocks if num_blocks is None else num_blocks,
+    )
+    if report.num_blocks < 1:
+        raise ValueError(
+            f"no KV block of {report.block_size} tokens fits; raise kv_cache.memory or lower "
+            "kv_cache.block_size"
+        )
+    return report
+
+
+def _check_quantizer(wanted: str | None, path: str | None, profile: StepProfile | None) -> None:
+    if profile is None:
+        if wanted is not None:
+            raise ValueError(
+                f"kv_cache.quantizer is {wanted}, but without a profile the simulated executor "
+                "knows of no KV format; set it to null, or give a profile measured with it"
+            )
+        return
+    measured = profile.measured.get("quantizer")
+    if measured != wanted:
+        raise ValueError(
+            f"kv_cache.quantizer is {wanted or 'null'}, but the profile {path} was measured with "
+            f"{measured or 'null'}; set it to that, or give another profile"
+        )
+
+
+def _in_blocks_of(size: int, worker: WorkerReport) -> WorkerReport:
+    """The same memory in blocks of ``size`` tokens."""
+    of = worker.block_size
+    return replace(
+        worker,
+        block_size=size,
+        bytes_per_block=worker.bytes_per_block and max(1, worker.bytes_per_block * size // of),
+        num_blocks=worker.num_blocks * of // size,
+        host_blocks=worker.host_blocks * of // size,
+    )
+
+
+def _fitting(memory: int | str, bytes_per_block: int | None) -> int:
+    """Blocks that fit into ``kv_cache.memory``."""
+    if bytes_per_block is None:
+        raise ValueError(
+            f"kv_cache.memory is {memory}, but no profile says how many bytes a block takes; set "
+            "kv_cache.num_blocks instead, or give a profile that does"
+        )
+    return _bytes_of(memory) // bytes_per_block
+
+
+def _bytes_of(size: int | str) -> int:
+    """As the configuration reads sizes, which has refused all others; but a plugin gets its text
+    and may not import its parser."""
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(I?)B?", str(size).strip().upper())
+    if match is None:
+        raise ValueError(f"kv_cache.memory is {size}, which is not a size such as 4GiB")
+    return int(Fraction(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
 def _made_up(vocab_size: int) -> Iterator[int]:

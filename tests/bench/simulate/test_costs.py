@@ -76,6 +76,49 @@ def test_a_wrong_profile_is_refused_by_its_name(profile, change, message):
         StepProfile.read(profile)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_blocks", "many", "worker.num_blocks: expected `int`, got `str`"),
+        ("num_blocks", True, "worker.num_blocks: expected `int`, got `bool`"),
+        ("num_blocks", 0, "worker.num_blocks must be from 1 to 2,147,483,647, not 0"),
+        ("num_blocks", 2**33, "worker.num_blocks must be .*, not 8589934592"),
+        ("host_blocks", 2**31, "worker.host_blocks must be from 0 to"),
+        ("block_size", -4, "worker.block_size must be from 1 .*, not -4"),
+        ("vocab_size", 0, "worker.vocab_size must be from 1"),
+        ("max_model_len", 1000.5, "worker.max_model_len: expected `int`, got `float`"),
+        ("weights", None, "worker.weights: expected `object`, got `null`"),
+        ("weights", {"int4": -1}, "worker.weights.int4 must be from 0"),
+        ("bytes_per_block", -1, "worker.bytes_per_block must be from 0 .*, not -1"),
+        ("activations", -1, "worker.activations must be from 0"),
+        ("blocks", 3, "worker.blocks is not known"),
+    ],
+)
+def test_each_key_of_the_worker_is_checked(profile, key, value, message):
+    content = json.loads(profile.read_text())
+    content["worker"][key] = value
+    profile.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"^the profile .*profile\.json is wrong: {message}"):
+        StepProfile.read(profile)
+
+
+@pytest.mark.parametrize("part", ["costs", "worker", "measured"])
+def test_each_part_of_a_profile_is_an_object(profile, part):
+    content = json.loads(profile.read_text())
+    profile.write_text(json.dumps(content | {part: []}))
+    with pytest.raises(ValueError, match=rf"profile\.json is wrong: {part} must be an object, not"):
+        StepProfile.read(profile)
+
+
+@pytest.mark.parametrize("part", ["costs", "worker"])
+def test_a_profile_without_costs_or_worker_is_refused(profile, part):
+    content = json.loads(profile.read_text())
+    del content[part]
+    profile.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"profile\.json is wrong: {part} is missing"):
+        StepProfile.read(profile)
+
+
 def test_a_profile_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none\.json cannot be read.*bench profile"):
         StepProfile.read(tmp_path / "none.json")
