@@ -8,10 +8,11 @@ import signal
 import subprocess
 
 import pytest
+from seen import Seen
 
 from pageloom import Engine, SamplingParams
 from pageloom.config import load_config
-from pageloom.contract import Alone, WorkerError, hookimpl
+from pageloom.contract import Alone, WorkerError
 from pageloom.engine.blueprint import EngineBlueprint
 from pageloom.errors import PageloomError
 from pageloom_executors.torch_distributed import TorchDistributedExecutor
@@ -45,23 +46,6 @@ SETTINGS = {
         "kv_cache.quantizer=fp8_e4m3_token_head",
     ],
 }
-
-
-class Seen:
-    """What happened in an engine: that a test provoked what it is about."""
-
-    def __init__(self):
-        self.preempted = self.swapped = self.cached = self.copied = 0
-
-    @hookimpl
-    def step_finished(self, record):
-        self.preempted += record.preempted
-        self.swapped += record.blocks_swapped_in
-        self.copied += record.blocks_copied
-
-    @hookimpl
-    def request_finished(self, record):
-        self.cached += record.cached_tokens
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from seen import Seen
 
 from pageloom import Engine, SamplingParams
 from pageloom.config.errors import ConfigError
-from pageloom.contract import hookimpl
 from pageloom.errors import PageloomError
 
 # Codes of a static scale, such as the calibration of this model would give.
@@ -37,23 +37,6 @@ REQUESTS = [
     (list(range(1, 30)), GREEDY),
     ([9] * 17, SAMPLES),
 ]
-
-
-class Seen:
-    """What happened in an engine: that a test provoked what it is about."""
-
-    def __init__(self):
-        self.copied = self.preempted = self.swapped = self.cached = 0
-
-    @hookimpl
-    def step_finished(self, record):
-        self.copied += record.blocks_copied
-        self.preempted += record.preempted
-        self.swapped += record.blocks_swapped_in
-
-    @hookimpl
-    def request_finished(self, record):
-        self.cached += record.cached_tokens
 
 
 @pytest.fixture

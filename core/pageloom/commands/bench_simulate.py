@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pageloom.commands import SetOption
-from pageloom.commands.comparing import print_table, requests_progress
+from pageloom.commands.comparing import first_of_trace, print_table, requests_progress
 from pageloom.commands.files import make_folder, require_folder_of, write_file
 from pageloom.errors import PageloomError, shorten, suggest
 
@@ -133,7 +133,9 @@ def simulate(
                 "--output-tokens, --prefix-tokens, --prefix-groups, --prefix-share, --tenants and "
                 "--priorities"
             )
-        load = _traced(trace, requests)
+        from pageloom.bench.simulate.load import trace_load
+
+        load = trace_load(first_of_trace(trace, requests), trace)
     else:
         from pageloom.bench.simulate.load import random_load
 
@@ -196,16 +198,6 @@ def _slo(text: str | None) -> dict[str, float]:
             f"{error.name} is not installed, which --slo needs: pip install 'pageloom[bench]'"
         ) from error
     return dict(parse_slo(text))
-
-
-def _traced(file: Path, requests: int | None) -> Load:
-    from pageloom.bench.serving.trace import read_trace
-    from pageloom.bench.simulate.load import trace_load
-
-    trace = read_trace(file)
-    if requests is not None and requests > len(trace):
-        raise PageloomError(f"{file} has {len(trace)} requests, fewer than --requests {requests}")
-    return trace_load(trace[:requests], file)
 
 
 def _lengths(name: str | None, prompt: str | None, output: str | None) -> LengthSource:

@@ -46,13 +46,18 @@ def make_trace(
             "--output-tokens, --prefix-tokens and --prefix-groups"
         )
     else:
-        trace = traces.read_trace(file)
-        if requests is not None and requests > len(trace):
-            raise PageloomError(
-                f"{file} has {len(trace)} requests, fewer than --requests {requests}"
-            )
-        trace = trace[:requests]
+        trace = first_of_trace(file, requests)
     return trace
+
+
+def first_of_trace(file: Path, requests: int | None) -> Trace:
+    """As many requests of a trace, or all. Raises `PageloomError` if it has fewer."""
+    from pageloom.bench.serving.trace import read_trace
+
+    trace = read_trace(file)
+    if requests is not None and requests > len(trace):
+        raise PageloomError(f"{file} has {len(trace)} requests, fewer than --requests {requests}")
+    return trace[:requests]
 
 
 def requests_progress() -> Progress:

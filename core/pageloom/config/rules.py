@@ -6,12 +6,10 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
+from pageloom.contract.sizes import bytes_in
 from pageloom.errors import shorten
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|([KMGT])(i?)B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,9 @@ def parse_size(size: int | str) -> int:
 
     Raises `ValueError` for anything else, and for less than one byte.
     """
-    match = _SIZE.fullmatch(str(size).strip())
-    if match is None:
+    number = bytes_in(size)
+    if number is None:
         raise ValueError(f"{shorten(str(size))!r} is not a size such as 4GiB or 512MiB")
-    power = "KMGT".index(match[3].upper()) + 1 if match[3] else 0
-    number = int(Fraction(match[1]) * (1024 if match[4] else 1000) ** power)
     if not 1 <= number < 2**63:
         raise ValueError(f"{shorten(str(size))!r} is less than one byte, or more than any cache")
     return number

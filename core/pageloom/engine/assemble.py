@@ -6,20 +6,20 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 from pageloom.config import Config, build_options
 from pageloom.contract import EngineInfo, Executor, Scheduler, WorkerError, WorkerReport
 from pageloom.engine.blueprint import EngineBlueprint
 from pageloom.engine.engine import Engine
 from pageloom.engine.executor_choice import make_executor
+from pageloom.engine.limits import limits_of
 from pageloom.engine.load_model import check_ranks, open_model
 from pageloom.engine.memory_report import MemoryReport
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.errors import PageloomError
 from pageloom.memory import BlockPool
 from pageloom.plugins import Plugins, blame
-from pageloom.scheduling import Limits, Planner, PreemptionMode
+from pageloom.scheduling import Planner
 
 log = logging.getLogger(__name__)
 
@@ -125,15 +125,7 @@ def _planner(
     return Planner(
         _scheduler(config, plugins),
         BlockPool(info.num_blocks),
-        Limits(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
-            preemption_mode=cast("PreemptionMode", config.scheduler.preemption_mode),
-        ),
+        limits_of(config, block_size=info.block_size, max_model_len=info.max_model_len),
         policy=config.scheduler.policy,
         host=BlockPool(host_blocks) if host_blocks else None,
         clock=executor.clock,

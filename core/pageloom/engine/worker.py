@@ -121,7 +121,7 @@ class EngineWorker(Worker):
             ) from error
         sampler = Sampler(self._config.runtime.seed)
         self._runner = ModelRunner(
-            self.model, self.backend, sampler, self._device, host_blocks, graphs, self._rank
+            self.model, self.backend, sampler, self._device, host_blocks, graphs
         )
 
     def _capture(self) -> DecodeGraphs | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pageloom.contract import AttentionBackend, Rank, StepOutput
+from pageloom.contract import AttentionBackend, StepOutput
 from pageloom.models.model import Attend, Model
 from pageloom.runner.batch import StepBatch, assemble_batch
 from pageloom.runner.graphs import DecodeGraphs
@@ -26,9 +26,6 @@ ALL_BANNED = (
 )
 
 
-ALONE = Rank()
-
-
 class ModelRunner:
     """Runs steps on one rank's part of the model. Between steps it keeps the backend's cache, and
     what of it is swapped out to the host."""
@@ -41,7 +38,6 @@ class ModelRunner:
         device: torch.device,
         host_blocks: int = 0,
         graphs: DecodeGraphs | None = None,
-        rank: Rank = ALONE,
     ) -> None:
         """``host_blocks`` is the size of the planner's host pool. ``graphs``, if any, compute the
         steps that fit them; they are of the same model and backend."""
@@ -50,7 +46,7 @@ class ModelRunner:
         self.sampler = sampler
         self.device = device
         self.graphs = graphs
-        self.rank = rank
+        self.rank = model.group.rank
         # Takes memory only as its blocks are written.
         self._host = torch.empty(host_blocks, backend.bytes_per_block(), dtype=torch.uint8)
 

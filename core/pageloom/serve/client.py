@@ -15,12 +15,14 @@ from contextlib import suppress
 from typing import Any
 
 from pageloom.contract import EngineInfo
+from pageloom.contract.framing import Unpacker
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.scheduling import SamplingParams
 from pageloom.serve import leave, logs
 from pageloom.serve.request_id import request_id
 from pageloom.serve.silence import wait_for_silence
 from pageloom.serve.wire import (
+    MAX_MESSAGE,
     Abort,
     Failed,
     FromEngine,
@@ -32,7 +34,6 @@ from pageloom.serve.wire import (
     Steps,
     Submit,
     ToEngine,
-    Unpacker,
     pack,
 )
 
@@ -310,7 +311,7 @@ def _how_it_ended(code: int) -> str:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[FromEngine]:
-    unpacker = Unpacker(FromEngine)
+    unpacker = Unpacker(FromEngine, MAX_MESSAGE)
     while True:
         try:
             data = await reader.read(RECEIVE_BYTES)

@@ -1,20 +1,18 @@
 """What the server and its engine process tell each other over a local socket.
 
-Each message is its length, four bytes in network order, and then MessagePack. Nothing is pickled.
+As `pageloom.contract.framing` has it.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
 from pageloom.contract import EngineInfo
+from pageloom.contract.framing import frame
 from pageloom.engine.outputs import CompletionChunk
 
-HEADER = struct.Struct("!I")
 MAX_MESSAGE = 1 << 28  # bytes; what is longer is no message of ours
 
 
@@ -101,25 +99,4 @@ M = TypeVar("M")
 
 def pack(message: ToEngine | FromEngine) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return HEADER.pack(len(body)) + body
-
-
-class Unpacker:
-    """Bytes in, as they come; messages of the union ``kind`` out."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that ``data`` completes. Raises `ValueError` for what is none."""
-        self._buffer += data
-        while len(self._buffer) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer)
-            if size > MAX_MESSAGE:
-                raise ValueError(f"a message of {size:,} bytes is not one of ours")
-            if len(self._buffer) < HEADER.size + size:
-                return
-            body = bytes(memoryview(self._buffer)[HEADER.size : HEADER.size + size])
-            del self._buffer[: HEADER.size + size]
-            yield self._decoder.decode(body)
+    return frame(body)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from pageloom.contract import WorkerError
+from pageloom.contract.framing import Unpacker
 from pageloom.engine.engine import Engine
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.errors import PageloomError, one_line
@@ -19,6 +20,7 @@ from pageloom.serve import logs
 from pageloom.serve.leave import leave
 from pageloom.serve.preparing import Prepared, Preparing
 from pageloom.serve.wire import (
+    MAX_MESSAGE,
     Abort,
     Failed,
     FromEngine,
@@ -31,7 +33,6 @@ from pageloom.serve.wire import (
     Steps,
     Submit,
     ToEngine,
-    Unpacker,
     pack,
 )
 
@@ -49,7 +50,7 @@ class Worker:
     def __init__(self, engine: Engine, connection: socket.socket) -> None:
         self._engine = engine
         self._connection = connection
-        self._unpacker = Unpacker(ToEngine)
+        self._unpacker = Unpacker(ToEngine, MAX_MESSAGE)
         self._outbox: list[CompletionChunk] = []
         self._unsent = bytearray()
         self._failures = 0

@@ -85,6 +85,19 @@ class DistributedGroup(Group):
             self.doing = ""
 
 
+def open_store(host: str, port: int, *, is_master: bool, listening: int | None = None) -> Any:
+    """Where ranks meet: one of them has it, on a ``listening`` socket if it was given one (a file
+    descriptor), and the others find it there. Port 0 takes any that is free."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=is_master,
+        master_listen_fd=listening,
+        wait_for_workers=False,
+        timeout=_LOADING,
+    )
+
+
 def connect(
     rank: Rank, store: Any, device: torch.device, timeout_seconds: float
 ) -> DistributedGroup:

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from pageloom.contract import Rank, WorkerReport
-from pageloom_executors.wire import RECEIVE_BYTES, Failed, FromRank, Unpacker
+from pageloom.contract.framing import Unpacker
+from pageloom_executors.wire import MAX_MESSAGE, RECEIVE_BYTES, Failed, FromRank
 
 LAST_BREATH = 1.0  # seconds for a process that has closed its connection to be gone
 
@@ -40,7 +41,7 @@ class RankProcess:
         self.connection, self._far_end = socket.socketpair()
         self.connection.setblocking(False)
         self._unsent = bytearray()
-        self._unpacker = Unpacker(FromRank)
+        self._unpacker = Unpacker(FromRank, MAX_MESSAGE)
 
     def __str__(self) -> str:
         pid = f", pid {self.process.pid}" if self.process else ""

@@ -16,11 +16,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pageloom.contract import Blueprint, Worker
+from pageloom.contract.framing import Unpacker
 from pageloom_executors.wire import (
+    MAX_MESSAGE,
     RECEIVE_BYTES,
     Allocate,
     Allocated,
@@ -35,7 +36,7 @@ from pageloom_executors.wire import (
     Run,
     Start,
     ToRank,
-    Unpacker,
+    one_line,
     pack,
 )
 
@@ -72,7 +73,7 @@ class Link:
             pass  # the engine's process is gone, which the other thread learns as well
 
     def _read(self) -> None:
-        unpacker = Unpacker(ToRank)
+        unpacker = Unpacker(ToRank, MAX_MESSAGE)
         while data := self._read_some():
             for message in unpacker.feed(data):
                 if isinstance(message, Ping):
@@ -121,7 +122,7 @@ def main() -> None:
         _serve(link, options.store)
     except Exception as error:
         log.error("%s", traceback.format_exc().rstrip())
-        link.send(Failed(_one_line(error), by_others=False))
+        link.send(Failed(one_line(error), by_others=False))
     # Until it is told to, it does not end: other ranks would fail too before this is known.
     while link.receive() is not None:
         pass
@@ -145,7 +146,7 @@ def _serve(link: Link, store_fd: int | None) -> None:
     for name, level in start.log_levels.items():
         logging.getLogger(name).setLevel(level)
 
-    from pageloom_executors.group import DistributedGroup, GroupError, connect
+    from pageloom_executors.group import DistributedGroup, GroupError, connect, open_store
 
     def load(group: DistributedGroup) -> Worker:
         link.doing = lambda: group.doing or "loads the model"
@@ -165,7 +166,8 @@ def _serve(link: Link, store_fd: int | None) -> None:
     device = _prepare_device(blueprint, start.rank)
     try:
         rank = blueprint.rank(start.rank)
-        store = _open_store(start.store_port, store_fd)
+        is_master = store_fd is not None
+        store = open_store("127.0.0.1", start.store_port, is_master=is_master, listening=store_fd)
         group = connect(rank, store, device, blueprint.timeout_seconds)
         try:
             worker = load(group)
@@ -189,24 +191,6 @@ def _prepare_device(blueprint: Blueprint, index: int) -> torch.device:
         device = torch.device("cuda", (device.index or 0) + index)
         torch.cuda.set_device(device)
     return device
-
-
-def _open_store(port: int, listening: int | None) -> Any:
-    """Where the ranks meet: the one that was given the ``listening`` socket has it."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=listening is not None,
-        master_listen_fd=listening,
-        wait_for_workers=False,
-        timeout=timedelta(days=1),
-    )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
 
 
 def _leave() -> NoReturn:

@@ -10,13 +10,12 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import msgspec
 
 from pageloom.contract import Blueprint, Worker
-from pageloom_executors.wire import Allocated, Done, Failed, FromRank, Ready, Refused
+from pageloom_executors.wire import Allocated, Done, Failed, FromRank, Ready, Refused, one_line
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,9 @@ class RankActor:
 
     def open_store(self) -> int:
         """Where all ranks meet: the port, on this machine. For one rank only."""
-        self._store = _store(_address(), 0, is_master=True)
+        from pageloom_executors.group import open_store
+
+        self._store = open_store(_address(), 0, is_master=True)
         return int(self._store.port)
 
     def load(self, host: str, port: int, num_threads: int) -> bytes:
@@ -83,7 +84,7 @@ class RankActor:
     def _load(self, host: str, port: int, num_threads: int) -> FromRank:
         import torch
 
-        from pageloom_executors.group import connect
+        from pageloom_executors.group import connect, open_store
 
         self._doing = lambda: "waits for other ranks"
         torch.set_num_threads(num_threads)
@@ -94,7 +95,7 @@ class RankActor:
             if (interface := interface_of(_address())) is not None:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         if self._store is None:
-            self._store = _store(host, port, is_master=False)
+            self._store = open_store(host, port, is_master=False)
         group = connect(self._rank, self._store, device, self._blueprint.timeout_seconds)
         self._doing = lambda: group.doing or "loads the model"
         try:
@@ -117,7 +118,7 @@ class RankActor:
             reply = Failed(str(error), by_others=True)
         except Exception as error:
             log.exception("%s failed", self._rank)
-            reply = Failed(" ".join(f"{type(error).__name__}: {error}".split()), by_others=False)
+            reply = Failed(one_line(error), by_others=False)
         return msgspec.msgpack.encode(reply)
 
 
@@ -145,15 +146,6 @@ def interface_of(address: str) -> str | None:
             if found[_ADDRESS] == wanted:
                 return name
     return None
-
-
-def _store(host: str, port: int, *, is_master: bool) -> Any:
-    """Where ranks meet; port 0 takes any that is free."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(days=1)
-    )
 
 
 def _address() -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pageloom.contract import Blueprint, Executor, Step, StepOutput, WorkerError, WorkerReport
 from pageloom.contract.costs import StepCosts, StepProfile, StepWork
+from pageloom.contract.sizes import bytes_in
 
 # What a worker says of itself where no profile does: enough for a chat of a usual length.
 _NOBODY = WorkerReport(
@@ -204,16 +203,10 @@ def _fitting(memory: int | str, bytes_per_block: int | None) -> int:
             f"kv_cache.memory is {memory}, but no profile says how many bytes a block takes; set "
             "kv_cache.num_blocks instead, or give a profile that does"
         )
-    return _bytes_of(memory) // bytes_per_block
-
-
-def _bytes_of(size: int | str) -> int:
-    """As the configuration reads sizes, which has refused all others; but a plugin gets its text
-    and may not import its parser."""
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(I?)B?", str(size).strip().upper())
-    if match is None:
-        raise ValueError(f"kv_cache.memory is {size}, which is not a size such as 4GiB")
-    return int(Fraction(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    size = bytes_in(memory)
+    if size is None:
+        raise ValueError(f"kv_cache.memory is {memory}, which is not a size such as 4GiB")
+    return size // bytes_per_block
 
 
 def _made_up(vocab_size: int) -> Iterator[int]:

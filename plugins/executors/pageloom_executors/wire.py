@@ -1,19 +1,15 @@
 """What the engine's process and those of its ranks tell each other over a local socket.
 
-Each message is its length, four bytes in network order, and then MessagePack. Nothing is pickled.
+As `pageloom.contract.framing` has it.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from typing import Any
-
 import msgspec
 
 from pageloom.contract import WorkerReport
+from pageloom.contract.framing import frame
 
-HEADER = struct.Struct("!I")
 MAX_MESSAGE = 1 << 30  # bytes; what is longer is no message of ours
 RECEIVE_BYTES = 1 << 18
 
@@ -90,25 +86,9 @@ def pack(message: ToRank | FromRank) -> bytes:
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_MESSAGE:
         raise ValueError(f"a message of {len(body):,} bytes is too long")
-    return HEADER.pack(len(body)) + body
+    return frame(body)
 
 
-class Unpacker:
-    """Bytes in, as they come; messages of the union ``kind`` out."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that ``data`` completes. Raises `ValueError` for what is none."""
-        self._buffer += data
-        while len(self._buffer) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer)
-            if size > MAX_MESSAGE:
-                raise ValueError(f"a message of {size:,} bytes is not one of ours")
-            if len(self._buffer) < HEADER.size + size:
-                return
-            body = bytes(memoryview(self._buffer)[HEADER.size : HEADER.size + size])
-            del self._buffer[: HEADER.size + size]
-            yield self._decoder.decode(body)
+def one_line(error: BaseException) -> str:
+    """What `Failed` says of an exception."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")

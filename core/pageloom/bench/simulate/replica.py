@@ -63,19 +63,11 @@ class Replica:
         """Plan a step; returns how many seconds it will take."""
         self.now = now
         plan = self._plan = self.planner.plan()
-        chunks = plan.chunks
-        tokens = draws = decodes = prefills = pairs = 0
-        for chunk in chunks:
-            query = chunk.num_tokens
-            tokens += query
-            draws += chunk.draws
-            if query == 1:
-                decodes += chunk.start + 1
-            else:
-                length = chunk.start + query
-                prefills += length
-                pairs += query * length - query * (query - 1) // 2
-        work = StepWork(tokens, len(chunks), draws, decodes, prefills, pairs)
+        work = StepWork.of(
+            [chunk.num_tokens for chunk in plan.chunks],
+            [chunk.stop for chunk in plan.chunks],
+            sum(chunk.draws for chunk in plan.chunks),
+        )
         seconds = self._costs.seconds(work)
         self.meter.planned(plan, work, seconds)
         return seconds

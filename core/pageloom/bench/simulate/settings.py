@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from pageloom.bench.simulate.load import Load
 from pageloom.config import Config, build_options
 from pageloom.contract import Scheduler
 from pageloom.contract.costs import StepCosts, StepProfile
+from pageloom.engine.limits import limits_of
 from pageloom.errors import PageloomError
 from pageloom.memory import blocks_for
 from pageloom.plugins import blame
-from pageloom.scheduling import Limits, PreemptionMode
+from pageloom.scheduling import Limits
 
 EXECUTOR = "simulated"  # by whose options a configuration names its profile
 
@@ -99,15 +100,7 @@ def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
         scheduler.policy,
         chosen,
         build_options(chosen, scheduler.options),
-        Limits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=longest,
-            block_size=block_size,
-            enable_chunked_prefill=scheduler.enable_chunked_prefill,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            preemption_mode=cast("PreemptionMode", scheduler.preemption_mode),
-        ),
+        limits_of(config, block_size=block_size, max_model_len=longest),
         num_blocks,
         min(cache.swap_bytes // bytes_per_block, most),
         config.server.max_waiting,
