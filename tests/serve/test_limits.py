@@ -120,6 +120,15 @@ def test_what_comes_a_byte_at_a_time_is_not_waited_for(small, begin, more, statu
     assert answer.partition(b" ")[2][:3] == status
 
 
+def test_a_connection_may_rest_longer_than_clients_keep_theirs(small):
+    """httpx and openai keep one for 5 seconds: closed by us first, it might be written to."""
+    with connect(small) as connection:
+        for pause in (0, 6):
+            time.sleep(pause)
+            connection.sendall(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
 def test_the_next_request_does_not_end_the_answer_before_it(small):
     with send(small, LONG | {"max_tokens": 2000, "stream": True}, receive=1 << 20) as connection:
         connection.sendall(b"\r\nGET /health HTTP/1.1\r\nhost:")

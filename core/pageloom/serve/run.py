@@ -33,6 +33,9 @@ from pageloom.serve.service import Service
 
 log = logging.getLogger(__name__)
 
+# Seconds that a connection may rest between two requests: longer than clients (httpx 5) and load
+# balancers (60) keep theirs, since one that sends on a connection we just closed gets an error.
+KEEP_ALIVE = 75
 FAREWELL = 2  # seconds for answers that are on their way when the server closes
 
 
@@ -114,6 +117,7 @@ async def _run(
             log_config=None,  # what it logs is written as all else is
             log_level="warning",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=FAREWELL,
         ),
         service.model,

@@ -27,6 +27,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import pytest
@@ -153,8 +154,10 @@ class ToolParserSuite:
     @_explored
     @given(data=st.data())
     def test_any_split_of_any_text_gives_the_same(self, data: st.DataObject) -> None:
-        text = data.draw(self.any_text())
-        cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+        parts = data.draw(self.any_parts())
+        text, ends = "".join(parts), list(accumulate(map(len, parts), initial=0))
+        somewhere = st.one_of(st.sampled_from(ends), st.integers(0, len(text)))
+        cuts = sorted(data.draw(st.lists(somewhere, max_size=12)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         whole = read(self.style()(), [text])
         assert read(self.style()(), pieces) == whole
@@ -164,7 +167,7 @@ class ToolParserSuite:
     @given(data=st.data())
     def test_no_text_is_lost_or_made_up(self, data: st.DataObject) -> None:
         """Without calls, it is as it was; with them, what is said was there, in this order."""
-        text = data.draw(self.any_text())
+        text = "".join(data.draw(self.any_parts()))
         said, calls = read(self.style()(), [text])
         if not calls:
             assert said == text
@@ -202,12 +205,12 @@ class ToolParserSuite:
         return walks(cls.style(), cls.tools, True, _ADDED[0])
 
     @classmethod
-    def any_text(cls) -> st.SearchStrategy[str]:
-        """Calls, `texts` and parts of them, markers, prose and much else, one after the other."""
+    def any_parts(cls) -> st.SearchStrategy[list[str]]:
+        """Of a text: calls, `texts` and parts of them, markers, prose and much else."""
         sample = st.sampled_from([*cls.calls(), *cls.texts])
         part = st.tuples(sample, st.floats(0, 1), st.floats(0, 1)).map(_part)
         bit = st.sampled_from([*_BITS, *_WORDS, *cls.style().markers])
-        return st.lists(st.one_of(sample, part, bit, st.text(max_size=4)), max_size=10).map("".join)
+        return st.lists(st.one_of(sample, part, bit, st.text(max_size=4)), max_size=10)
 
 
 def read(parser: ToolParser, texts: Iterable[str]) -> tuple[str, list[Call]]:
