@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pageloom.commands import SetOption
 from pageloom.commands.files import make_folder, require_folder_of, write_file
+from pageloom.commands.options import JSONOption, OutputOption, SetOption
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
@@ -28,13 +28,8 @@ def attention(
     baseline: Annotated[
         str, typer.Option(metavar="NAME", help="The backend that others are measured against.")
     ] = "torch_paged",
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write an HTML page and its figures here.")
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write every number, for pytest-benchmark."),
-    ] = None,
+    output: OutputOption = None,
+    json_file: JSONOption = None,
     compare: Annotated[
         Path | None,
         typer.Option(

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pageloom.commands import SetOption
 from pageloom.commands.comparing import make_trace, print_table, requests_progress
 from pageloom.commands.files import require_folder_of, write_file
+from pageloom.commands.options import (
+    ConfigsArgument,
+    JSONOption,
+    OutputTokensOption,
+    PrefixGroupsOption,
+    PrefixTokensOption,
+    PromptTokensOption,
+    SetOption,
+    TraceOption,
+)
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
@@ -23,20 +32,12 @@ if TYPE_CHECKING:
     from pageloom.bench.serving.report import Comparison
     from pageloom.bench.serving.trace import Trace
 
-Configs = Annotated[
-    list[str],
-    typer.Argument(metavar="CONFIG...", help="YAML files; the first is the baseline."),
-]
-OWN = "Built-in trace: "
-
 
 def engine(
-    configs: Configs,
+    configs: ConfigsArgument,
     overrides: SetOption,
     rounds: Annotated[int, typer.Option(min=1, help="Each runs every config once.")] = 6,
-    trace: Annotated[
-        Path | None, typer.Option(help="JSON object per line, instead of the built-in trace.")
-    ] = None,
+    trace: TraceOption = None,
     requests: Annotated[
         int | None, typer.Option(min=1, help="How many; default 64, or all of --trace.")
     ] = None,
@@ -45,18 +46,10 @@ def engine(
         typer.Option(help="Poisson arrivals per second. Default: all at once, or as in --trace."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, token ids and arrivals.")] = 0,
-    prompt_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 50:500.")
-    ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 16:200.")
-    ] = None,
-    prefix_tokens: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "put a shared prefix before every prompt.")
-    ] = None,
-    prefix_groups: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "how many prefixes, in turn; default 1.")
-    ] = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    prefix_tokens: PrefixTokensOption = None,
+    prefix_groups: PrefixGroupsOption = None,
     keep_prefix_cache: Annotated[
         bool, typer.Option("--keep-prefix-cache", help="Do not empty it before each turn.")
     ] = False,
@@ -71,9 +64,7 @@ def engine(
     quality_tokens: Annotated[
         int | None, typer.Option(min=2, help="Of that text, from its start; default 4096.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every number, after each round.")
-    ] = None,
+    json_file: JSONOption = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table.")] = None,
 ) -> None:
     """Compare configs on the same trace, in interleaved rounds: throughput, latency, KV memory.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pageloom.commands import ConfigArgument, SetOption
 from pageloom.commands.files import make_folder, require_folder_of, write_file
+from pageloom.commands.options import ConfigArgument, JSONOption, OutputOption, SetOption
 from pageloom.errors import PageloomError, shorten
 
 if TYPE_CHECKING:
@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 def memory(
     path: ConfigArgument,
     overrides: SetOption,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write an HTML page and its figures here.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write every number.")
-    ] = None,
+    output: OutputOption = None,
+    json_file: JSONOption = None,
     trace: Annotated[
         list[str] | None,
         typer.Option(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pageloom.commands import ConfigArgument, SetOption
 from pageloom.commands.files import require_folder_of
+from pageloom.commands.options import ConfigArgument, SetOption
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:

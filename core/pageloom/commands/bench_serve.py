@@ -12,6 +12,19 @@ import typer
 
 from pageloom.commands.comparing import make_trace, print_table, requests_progress
 from pageloom.commands.files import make_folder, require_folder_of, write_file
+from pageloom.commands.options import (
+    BurstinessOption,
+    JSONOption,
+    LengthsOption,
+    OutputOption,
+    OutputTokensOption,
+    PrefixGroupsOption,
+    PrefixShareOption,
+    PrefixTokensOption,
+    PromptTokensOption,
+    SLOOption,
+    TraceOption,
+)
 from pageloom.errors import PageloomError, shorten, suggest
 
 if TYPE_CHECKING:
@@ -22,8 +35,6 @@ if TYPE_CHECKING:
     from pageloom.bench.http.slo import SLO
     from pageloom.bench.http.target import Target
     from pageloom.bench.serving.trace import Trace
-
-OWN = "Without --trace: "
 
 
 def serve(
@@ -43,41 +54,19 @@ def serve(
         float | None,
         typer.Option(help="Arrivals per second. Default: all at once, or as in --trace."),
     ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="Shape of the gamma distribution of their gaps; 1 (default) is Poisson."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="JSON object per line, instead of random prompts.")
-    ] = None,
+    burstiness: BurstinessOption = None,
+    trace: TraceOption = None,
     seed: Annotated[int, typer.Option(help="Of lengths, token ids and arrivals.")] = 0,
-    lengths: Annotated[
-        str | None,
-        typer.Option(metavar="sharegpt|alpaca", help=OWN + "lengths as in that dataset."),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 50:500.")
-    ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 16:200.")
-    ] = None,
-    prefix_tokens: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "begin prompts with a shared prefix.")
-    ] = None,
-    prefix_groups: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "how many prefixes, in turn; default 1.")
-    ] = None,
-    prefix_share: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help=OWN + "share of the prompts that have one; default 1."),
-    ] = None,
+    lengths: LengthsOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    prefix_tokens: PrefixTokensOption = None,
+    prefix_groups: PrefixGroupsOption = None,
+    prefix_share: PrefixShareOption = None,
     vocab_size: Annotated[
         int, typer.Option(min=256, help="Random token ids are below this.")
     ] = 8192,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="ttft=S,tpot=S,e2e=S", help="Report goodput: requests within these."),
-    ] = None,
+    slo: SLOOption = None,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds without a byte until a request has failed.")
     ] = 300.0,
@@ -88,13 +77,8 @@ def serve(
         bool,
         typer.Option("--stop-at-eos", help="Let outputs end early; do not send ignore_eos."),
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write an HTML page and its figures here.")
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write every number, after each round."),
-    ] = None,
+    output: OutputOption = None,
+    json_file: JSONOption = None,
 ) -> None:
     """Send requests to OpenAI-compatible servers when they are due, however slow the servers are,
     and report latencies, throughput, goodput and errors.

@@ -11,9 +11,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pageloom.commands import SetOption
 from pageloom.commands.comparing import first_of_trace, print_table, requests_progress
 from pageloom.commands.files import make_folder, require_folder_of, write_file
+from pageloom.commands.options import (
+    OWN,
+    BurstinessOption,
+    ConfigsArgument,
+    JSONOption,
+    LengthsOption,
+    OutputOption,
+    OutputTokensOption,
+    PrefixGroupsOption,
+    PrefixShareOption,
+    PrefixTokensOption,
+    PromptTokensOption,
+    SetOption,
+    SLOOption,
+    TraceOption,
+)
 from pageloom.errors import PageloomError, shorten, suggest
 
 if TYPE_CHECKING:
@@ -23,16 +38,11 @@ if TYPE_CHECKING:
     from pageloom.bench.simulate.settings import Settings
     from pageloom.bench.workload import LengthSource
 
-Configs = Annotated[
-    list[str],
-    typer.Argument(metavar="CONFIG...", help="YAML files; the first is the baseline."),
-]
-OWN = "Without --trace: "
 DEFAULT_REQUESTS = 10_000
 
 
 def simulate(
-    configs: Configs,
+    configs: ConfigsArgument,
     overrides: SetOption,
     policy: Annotated[
         str | None,
@@ -49,34 +59,15 @@ def simulate(
         float | None,
         typer.Option(help="Arrivals per second. Default: as in --trace, or 80 % of the capacity."),
     ] = None,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(help="Shape of the gamma distribution of their gaps; 1 (default) is Poisson."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="JSON object per line, instead of random requests.")
-    ] = None,
+    burstiness: BurstinessOption = None,
+    trace: TraceOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
-    lengths: Annotated[
-        str | None,
-        typer.Option(metavar="sharegpt|alpaca", help=OWN + "lengths as in that dataset."),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 50:500.")
-    ] = None,
-    output_tokens: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help=OWN + "default 16:200.")
-    ] = None,
-    prefix_tokens: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "begin prompts with a shared prefix.")
-    ] = None,
-    prefix_groups: Annotated[
-        int | None, typer.Option(min=1, help=OWN + "how many prefixes; default 1.")
-    ] = None,
-    prefix_share: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help=OWN + "share of the prompts that have one; default 1."),
-    ] = None,
+    lengths: LengthsOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    prefix_tokens: PrefixTokensOption = None,
+    prefix_groups: PrefixGroupsOption = None,
+    prefix_share: PrefixShareOption = None,
     tenants: Annotated[
         int, typer.Option(min=1, help=OWN + "who send requests, the n-th 1/n as many as the first.")
     ] = 1,
@@ -90,19 +81,12 @@ def simulate(
     window: Annotated[
         float, typer.Option(min=0.001, help="Seconds over which tenants' shares are compared.")
     ] = 60.0,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="ttft=S,tpot=S,e2e=S", help="Report goodput: requests within these."),
-    ] = None,
+    slo: SLOOption = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="At the same time; default one per core.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write an HTML page and its figures here.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write every number.")
-    ] = None,
+    output: OutputOption = None,
+    json_file: JSONOption = None,
 ) -> None:
     """Compare schedulers or configs under load, in virtual time: real plans, no model.
 

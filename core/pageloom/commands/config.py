@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pageloom.commands import ConfigArgument, SetOption
+from pageloom.commands.options import ConfigArgument, SetOption
 
 
 def config(path: ConfigArgument, overrides: SetOption) -> None:

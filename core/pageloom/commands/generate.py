@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pageloom.commands import ConfigArgument, SetOption
+from pageloom.commands.options import ConfigArgument, SetOption
 from pageloom.commands.sampling import SamplingOptions, sampling_params, takes
 from pageloom.errors import PageloomError
 

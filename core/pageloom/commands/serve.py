@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pageloom.commands import ConfigArgument, SetOption
+from pageloom.commands.options import ConfigArgument, SetOption
 from pageloom.errors import PageloomError
 
 LogFormat = Literal["text", "json"]
