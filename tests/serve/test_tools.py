@@ -10,62 +10,17 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from server_process import start_server
-from tokenizers import AddedToken
-from transformers import AutoTokenizer
-
-from pageloom.config import load_config
-from pageloom.engine.prompts import PromptEncoder
-from pageloom.errors import PageloomError
-from pageloom.plugins import Plugins
-from pageloom.serve.calls import ToolStyle
-from tiny_text_model import SPECIAL, write_tiny_model
-
-NUM_TOKENS = 256 + len(SPECIAL)
-HERMES_TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Write <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call><|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-LLAMA_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", "<|python_tag|>").replace(
-    "arguments", "parameters"
+from tool_models import (
+    CALL,
+    HERMES_TEMPLATE,
+    MESSAGES,
+    TOOLS,
+    WEATHER,
+    ask,
+    check,
+    guided,
+    write_model,
 )
-MESSAGES = [{"role": "user", "content": "How warm is it?"}]
-UNITS = {"type": "string", "enum": ["celsius", "kelvin"]}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Of today.",
-        "parameters": {
-            "type": "object",
-            "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 99}, "in": UNITS},
-            "required": ["days", "in"],
-            "additionalProperties": False,
-        },
-    },
-}
-CLOCK = {"type": "function", "function": {"name": "get-clock.v2"}}
-TOOLS = [WEATHER, CLOCK]
-CALL = (
-    r'<tool_call>\n\{"name": "[a-z]{3}", "arguments": \{"a": \[[1-9][0-9]{0,8}\]\}\}\n</tool_call>'
-)
-
-
-def write_model(folder, template, special=()):
-    config = write_tiny_model(folder, vocab_size=NUM_TOKENS + len(special))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = template
-    tokenizer.add_tokens([AddedToken(text, special=True) for text in special])
-    tokenizer.save_pretrained(folder)
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +34,6 @@ def hermes(tmp_path_factory):
 def client(hermes):
     with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def ask(client, **fields):
-    defaults = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 1, "max_tokens": 600}
-    return client.chat.completions.create(**defaults | fields)
-
-
-def guided(pattern):
-    """The random model has to say something: what is asked for is as the real ones say it."""
-    return {"extra_body": {"guided_regex": pattern}}
 
 
 def put_together(stream):
@@ -237,17 +182,6 @@ def test_a_required_call_follows_the_schema(client, seed):
     assert choice.message.content is None
     assert choice.finish_reason == "tool_calls"
     check(call.function)
-
-
-def check(function):
-    arguments = json.loads(function.arguments)
-    if function.name == "weather":
-        assert set(arguments) == {"days", "in"}
-        assert 1 <= arguments["days"] <= 99
-        assert arguments["in"] in UNITS["enum"]
-    else:
-        assert function.name == "get-clock.v2"
-        assert arguments == {}
 
 
 def test_several_calls_may_be_required(client):
@@ -400,71 +334,3 @@ def test_a_template_without_tools_refuses_them(server):
             ask(client)
         assert refused.value.body["param"] == "tools"
         assert ask(client, tool_choice="none", max_tokens=1).choices
-
-
-# -- the style ----------------------------------------------------------------------------------
-
-
-def test_llama_calls_by_special_tokens(tmp_path):
-    config = write_model(tmp_path, LLAMA_TEMPLATE, special=["<|python_tag|>"])
-    call = r'\{"name": "f", "parameters": \{"a": [0-9]\}\}'
-    with (
-        start_server(config) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
-    ):
-        (choice,) = ask(client, **guided(f"{call}; {call}")).choices
-        assert [c.function.name for c in choice.message.tool_calls] == ["f", "f"]
-        (choice,) = ask(client, **guided(r'\{"name": "Bob"\}')).choices
-        assert choice.message.content == '{"name": "Bob"}'
-        (required,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices
-        check(required.message.tool_calls[0].function)
-
-
-@pytest.mark.parametrize(
-    ("template", "special", "style", "shows"),
-    [
-        (HERMES_TEMPLATE, [], "hermes", False),
-        (HERMES_TEMPLATE, ["<tool_call>"], "hermes", True),
-        (LLAMA_TEMPLATE, ["<|python_tag|>"], "llama3_json", True),
-    ],
-)
-def test_the_chat_template_tells_the_style(tmp_path, template, special, style, shows):
-    write_model(tmp_path, template, special)
-    found = ToolStyle.of(Plugins.load(), "auto", AutoTokenizer.from_pretrained(tmp_path))
-    assert (found.name, found.shows_special_tokens) == (style, shows)
-
-
-def test_a_template_of_two_styles_needs_a_choice(tmp_path):
-    config = write_model(tmp_path, HERMES_TEMPLATE + LLAMA_TEMPLATE)
-    tokenizer, plugins = AutoTokenizer.from_pretrained(tmp_path), Plugins.load()
-    with pytest.raises(PageloomError, match=r"hermes or llama3_json; say which by server\.tool_"):
-        ToolStyle.of(plugins, "auto", tokenizer)
-    chosen = load_config(str(config), ["server.tool_parser=hermes"]).server.tool_parser
-    assert ToolStyle.of(plugins, chosen, tokenizer).name == "hermes"
-    with pytest.raises(PageloomError, match=r"did you mean hermes\?"):
-        load_config(str(config), ["server.tool_parser=hermess"])
-
-
-def test_of_several_templates_the_one_for_tools_counts(tmp_path):
-    write_model(tmp_path, "")
-    tokenizer, plugins = AutoTokenizer.from_pretrained(tmp_path), Plugins.load()
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": HERMES_TEMPLATE}
-    assert ToolStyle.of(plugins, "auto", tokenizer).name == "hermes"
-    tokenizer.chat_template = {"rag": HERMES_TEMPLATE}
-    assert ToolStyle.of(plugins, "auto", tokenizer) is None
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append.__globals__ }}",
-        "{% set _ = messages.append(1) %}",
-        "{% for i in range(10 ** 9) %}a{% endfor %}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(offline, template):
-    tokenizer = AutoTokenizer.from_pretrained(offline.tokenizer.name_or_path)
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match="the chat template refuses the messages"):
-        PromptEncoder(tokenizer, 300, 100).render_chat(MESSAGES)

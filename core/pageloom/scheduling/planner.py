@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pageloom.contract import RequestRecord, RequestView, Scheduler
-from pageloom.memory import (
-    BlockPool,
-    IntegrityError,
-    blocks_for_branches,
-    check_integrity,
-    tokens_for_branches,
-)
+from pageloom.memory import BlockPool, IntegrityError, check_integrity
+from pageloom.scheduling.fit import check_size, room_for_output
 from pageloom.scheduling.plan import Chunk, DraftPlan, Limits, StepPlan
 from pageloom.scheduling.request import Branch, FinishReason, Request, Status
-
-
-class RequestTooLargeError(ValueError):
-    """A request that could never run: longer than the model, the pool or a step allows."""
 
 
 class PolicyError(RuntimeError):
@@ -116,8 +107,9 @@ class Planner:
         if its id is taken or its prompt is empty; then nothing is changed."""
         if request.request_id in self:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self._check_size(request)
-        request.open(self.pool, self.limits.block_size, self._room_for_output(request))
+        check_size(request, self.limits, self.pool.num_blocks)
+        room = room_for_output(request, self.limits, self.pool.num_blocks)
+        request.open(self.pool, self.limits.block_size, room)
         self.waiting[request.request_id] = request
         self._arrived[request.view] = None
 
@@ -341,56 +333,6 @@ class Planner:
             f"{len(self.running)} requests running, {len(self.waiting)} waiting and "
             f"{self.pool.num_free} of {self.pool.num_blocks} blocks free"
         )
-
-    def _check_size(self, request: Request) -> None:
-        """Raise unless the request can run to its ``max_tokens``, or to one token without any."""
-        limits, prompt = self.limits, len(request.prompt_token_ids)
-        name = f"request {request.request_id}"
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; give at least one token")
-        if prompt >= limits.max_model_len:
-            raise RequestTooLargeError(
-                f"{name} has a prompt of {prompt} tokens, but max_model_len is "
-                f"{limits.max_model_len} and must leave room for one output token"
-            )
-        branches, size = request.seats, limits.block_size
-        for key, most in (
-            ("max_num_seqs", limits.max_num_seqs),
-            ("max_num_batched_tokens", limits.max_num_batched_tokens),
-        ):
-            if branches > most:
-                raise RequestTooLargeError(
-                    f"{name} has {branches} branches, which run in one step, but {key} is {most}; "
-                    f"lower n or beam_width, or raise {key}"
-                )
-        output = min(request.params.max_tokens or 1, limits.max_model_len - prompt)
-        computed = prompt + output - 1  # the last token is returned and never computed
-        needed = blocks_for_branches(branches, prompt, computed, size)
-        if needed > self.pool.num_blocks:
-            several = f", {branches} branches" if branches > 1 else ""
-            raise RequestTooLargeError(
-                f"{name} may need {needed} KV blocks ({prompt} prompt + {output} output tokens"
-                f"{several}, {size} per block), but the pool has {self.pool.num_blocks}; shorten "
-                f"it, or raise kv_cache.memory (or kv_cache.num_blocks)"
-            )
-        if not limits.enable_chunked_prefill and computed > limits.max_num_batched_tokens:
-            raise RequestTooLargeError(
-                f"{name} may have to compute {computed} tokens in one step, but "
-                f"max_num_batched_tokens is {limits.max_num_batched_tokens} and "
-                f"enable_chunked_prefill is off; shorten it, or change one of the two"
-            )
-
-    def _room_for_output(self, request: Request) -> int:
-        """Most output tokens: what it asks for, or else all that there is room for."""
-        limits, prompt = self.limits, len(request.prompt_token_ids)
-        room = limits.max_model_len - prompt
-        if request.params.max_tokens is not None:
-            return min(request.params.max_tokens, room)
-        blocks = self.pool.num_blocks
-        most = tokens_for_branches(request.seats, prompt, blocks, limits.block_size)
-        if not limits.enable_chunked_prefill:
-            most = min(most, limits.max_num_batched_tokens)
-        return min(room, most + 1 - prompt)
 
 
 def _unusable_blocks(branch: Branch, reason: FinishReason) -> Sequence[int]:
