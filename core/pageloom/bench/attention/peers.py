@@ -30,6 +30,8 @@ class Group:
 class Contiguous(AttentionBackend):
     """K and V are ``[num_blocks, num_kv_heads, max_model_len, head_size]`` per layer."""
 
+    supports_cuda_graphs = True  # here, where each step has a graph of its own
+
     @classmethod
     def check(cls, spec: AttentionSpec) -> str | None:
         return "stores the model's dtype only" if spec.quantizer else None

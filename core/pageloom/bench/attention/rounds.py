@@ -154,8 +154,9 @@ def _sample(measured: Measured, step: Step) -> None:
 
 def _captured(step: Step) -> Callable[[], None] | None:
     """The layers of a planned step as a CUDA graph, as engines run decodes; None where there is
-    none: on a CPU, in steps with prefills, or if the backend cannot be captured."""
-    if step.workload.device.type != "cuda" or step.workload.case.phase != "decode":
+    none: on a CPU, in steps with prefills, or where the backend does not support it."""
+    decodes_on_gpu = step.workload.device.type == "cuda" and step.workload.case.phase == "decode"
+    if not (decodes_on_gpu and step.backend.supports_cuda_graphs):
         return None
     try:
         return CUDARecorder(step.workload.device)(step.forward)
