@@ -11,7 +11,7 @@ import torch
 
 from pageloom.contract import Group, Rank
 
-PATIENCE = 60  # seconds that a rank waits for another
+PATIENCE = 300  # seconds that a rank waits for another
 T = TypeVar("T")
 
 

@@ -81,7 +81,7 @@ class Environment:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python]
         offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
         done = subprocess.run(
-            [*pip, "install", *offline, source], capture_output=True, text=True, timeout=300
+            [*pip, "install", *offline, source], capture_output=True, text=True, timeout=1200
         )
         assert done.returncode == 0, done.stderr
 
@@ -92,7 +92,7 @@ class Environment:
             text=True,
             cwd=self.folder / folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=300,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

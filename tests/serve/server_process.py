@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).parent.parent.parent
-PATIENCE = 120.0  # seconds for a server to start or to end on a busy machine
+PATIENCE = 300.0  # seconds for a server to start or to end on a busy machine
 
 
 @dataclass

@@ -18,7 +18,7 @@ def bench_serve(*arguments):
         [sys.executable, "-m", "pageloom", "bench", "serve", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 

@@ -46,7 +46,7 @@ def run(*command, **variables):
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
         cwd=ROOT,
         env=environment(**variables),
     )

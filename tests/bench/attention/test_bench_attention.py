@@ -187,7 +187,7 @@ def test_a_browser_without_network_shows_the_plots(recorded, tmp_path):
             "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
             "--window-size=1100,3000", f"--screenshot={shot}", (folder / "index.html").as_uri(),
         ],
-        check=True, capture_output=True, timeout=400,
+        check=True, capture_output=True, timeout=1200,
     )  # fmt: skip
     pixels = (matplotlib.image.imread(shot)[..., :3] * 255).round().astype(int)
     for color in COLORS[: len(BACKENDS)]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PATIENCE = 60.0  # seconds until a test that waits in vain fails
+PATIENCE = 300.0  # seconds until a test that waits in vain fails
 
 
 def event(body):

@@ -21,7 +21,7 @@ def bench_memory(*arguments, env=None):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=300,
+        timeout=1200,
         env=env,
     )
 

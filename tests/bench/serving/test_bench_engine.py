@@ -24,7 +24,7 @@ def bench_engine(*arguments):
         [sys.executable, "-m", "pageloom", "bench", "engine", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 
