@@ -20,7 +20,7 @@ def pageloom(*arguments, stdin=""):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=300,
+        timeout=1200,
     )
 
 

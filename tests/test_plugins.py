@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import distributions
 from distributions import source
 from pageloom.contract import CONTRACT_VERSION, Scheduler
-from pageloom.plugins import ComponentEntry, PluginError, Plugins, UnknownPluginError
+from pageloom.plugins import ComponentEntry, PluginError, Plugins, UnknownPluginError, blame
 
 site = distributions.site
 
@@ -58,7 +59,7 @@ def test_a_component_is_listed_without_importing_it_and_imported_when_asked_for(
     site.install("pageloom-lifo", {**modules, "lifo_policy": POLICY}, "0.3", lifo="lifo")
     plugins = Plugins.load(allow=["lifo"])
     assert plugins.components == [
-        ComponentEntry("scheduler", "lifo", "lifo_policy:Lifo", "pageloom-lifo", "0.3")
+        ComponentEntry("scheduler", "lifo", "lifo_policy:Lifo", "lifo", "pageloom-lifo", "0.3")
     ]
     assert plugins.names("scheduler") == ["lifo"]
     assert "lifo_policy" not in sys.modules
@@ -296,3 +297,35 @@ class TestLimits:
         monkeypatch.setenv("PAGELOOM_PLUGINS", "aa,zz")
         with pytest.raises(PluginError, match="PAGELOOM_PLUGINS: 'zz' is not installed"):
             Plugins.load()
+
+
+def _quit(*_):
+    sys.exit(3)
+
+
+def _quit_by_name(signum, frame):
+    sys.exit(3)
+
+
+class _Owner:
+    def quit(self, signum, frame):
+        sys.exit(3)
+
+
+def test_a_component_that_exits_is_named():
+    with (
+        pytest.raises(PluginError, match="scheduler 'lifo' failed: SystemExit: 3"),
+        blame("scheduler", "lifo"),
+    ):
+        _quit()
+
+
+@pytest.mark.parametrize("handler", [_quit, _quit_by_name, _Owner().quit])
+def test_a_signal_that_ends_the_process_is_not_the_fault_of_whoever_runs(handler):
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(SystemExit) as caught, blame("scheduler", "lifo"):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert caught.value.code == 3

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -36,10 +37,20 @@ app.command()(quantize)
 app.add_typer(bench, name="bench")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version("pageloom"))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks and debug messages; goes anywhere.")
+    ] = False,
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pluggy
@@ -74,11 +75,13 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class ComponentEntry:
-    """One registered component. ``target`` is ``"module:Class"``, imported only by `get`."""
+    """One registered component. ``target`` is ``"module:Class"``, imported only by `get`;
+    ``plugin`` is the entry point that registered it."""
 
     kind: str
     name: str
     target: str
+    plugin: str
     package: str
     version: str
 
@@ -107,6 +110,7 @@ class Plugins:
 
     def __init__(self) -> None:
         self.failures: list[PluginFailure] = []
+        self.observers: list[PluginInfo] = []
         self.skipped: dict[PluginInfo, str] = {}  # by which list it is excluded
         self._entries: dict[tuple[str, str], ComponentEntry] = {}
         self._observers: dict[str, list[_Observer]] = {hook: [] for hook in OBSERVERS}
@@ -256,6 +260,10 @@ class Plugins:
         except (Exception, SystemExit) as error:
             self._manager.unregister(module)
             self._fail(info, one_line(error), traceback.format_exc())
+        else:
+            callers = self._manager.get_hookcallers(module) or ()
+            if any(caller.name in OBSERVERS for caller in callers):
+                self.observers.append(info)
 
     def _fail(self, info: PluginInfo, reason: str, trace: str, fatal: bool = False) -> None:
         self.failures.append(PluginFailure(info, reason, trace, fatal))
@@ -306,7 +314,7 @@ class Plugins:
                         f"({target}); exclude one of them with plugins.deny"
                     )
                 collected[kind, name] = ComponentEntry(
-                    kind, name, target, info.package, info.version
+                    kind, name, target, info.name, info.package, info.version
                 )
 
             self._manager.subset_hook_caller(f"register_{kind}s", others)(register=register)
@@ -334,13 +342,26 @@ class Plugins:
 
 @contextmanager
 def blame(kind: str, name: str) -> Iterator[None]:
-    """Name the component in whatever its code raises, as a `PluginError`."""
+    """Name the component in whatever its code raises, as a `PluginError`. That is a `SystemExit`
+    too, unless it comes from a signal handler, which may run in the middle of any code."""
     try:
         yield
     except PageloomError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and _is_by_signal(error):
+            raise
         raise PluginError(f"{label(kind)} {name!r} failed: {one_line(error)}") from error
+
+
+def _is_by_signal(error: BaseException) -> bool:
+    """Whether a signal handler raised it: those are called with the frame that they interrupt."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            given = value if isinstance(value, tuple) else (value,)  # as of `lambda *_: ...`
+            if any(isinstance(each, FrameType) and each is frame.f_back for each in given):
+                return True
+    return False
 
 
 def label(kind: str) -> str:

@@ -33,9 +33,15 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("kv_cache: {gpu_memory_utilization: null}", "c.yaml:3: kv_cache.gpu_memory_utilization = "
          "null: expected a number above 0 and at most 1"),
         ("kv_cache: {memory: 4G}", 'c.yaml:3: kv_cache.memory = "4G": expected a size such as '
-         '"4GiB" or "512MiB", or a number of bytes, or null'),
+         '"4GiB" or "512MiB", or a number of bytes above 0, or null'),
         ("kv_cache: {memory: true}", "c.yaml:3: kv_cache.memory = true: expected a size such as "
-         '"4GiB" or "512MiB", or a number of bytes, or null'),
+         '"4GiB" or "512MiB", or a number of bytes above 0, or null'),
+        ("kv_cache: {memory: 0}", 'c.yaml:3: kv_cache.memory = 0: expected a size such as '
+         '"4GiB" or "512MiB", or a number of bytes above 0, or null'),
+        ("kv_cache: {swap_space: -1}", 'c.yaml:3: kv_cache.swap_space = -1: expected a size such '
+         'as "4GiB" or "512MiB", or a number of bytes (0 for none), or null'),
+        ("server: {max_body: 0}", 'c.yaml:3: server.max_body = 0: expected a size such as '
+         '"4GiB" or "512MiB", or a number of bytes above 0'),
         ("runtime: {num_threads: 100000}", "c.yaml:3: runtime.num_threads = 100000: expected an "
          "integer from 1 to 1024, or null"),
         ("runtime: {debug: 1}", "c.yaml:3: runtime.debug = 1: expected true or false"),
@@ -90,7 +96,8 @@ HEAD = "model: {path: m}\nscheduler: {policy: plain}\n"  # two lines
         ("runtime: {seed: " + "9" * 5000 + "}", "c.yaml:3: runtime.seed: '" + "9" * 77 + "...' is "
          "no YAML int"),
         ("kv_cache: {memory: '" + "9" * 500 + "B'}", 'c.yaml:3: kv_cache.memory = "' + "9" * 76
-         + '...: expected a size such as "4GiB" or "512MiB", or a number of bytes, or null'),
+         + '...: expected a size such as "4GiB" or "512MiB", or a number of bytes above 0, or '
+         "null"),
         ("kv_cache: " + "{a: " * 500 + "}" * 500, "c.yaml:3: nested more than 32 deep"),
         ("kv_cache: " + "[" * 3000 + "]" * 3000, "c.yaml:3: nested more than 32 deep"),
         ("kv_cache: {options: {a: " + "[" * 40 + "]" * 40 + "}}",
@@ -189,6 +196,17 @@ def test_one_wrong_override_is_one_exact_report(problems, plugins, override, rep
     plugins.skipped.clear()  # what else is installed here is no part of the message
     (said,) = problems(HEAD, [override])
     assert said == reported
+
+
+@pytest.mark.parametrize("room", ["null", "0", "0MiB"])
+def test_swapping_needs_room(problems, room):
+    (said,) = problems(
+        HEAD + f"kv_cache: {{swap_space: {room}}}", ["scheduler.preemption_mode=swap"]
+    )
+    assert "kv_cache.swap_space = " in said
+    assert said.endswith(
+        'scheduler.preemption_mode swap needs room on the host; expected a size such as "1GiB"'
+    )
 
 
 @pytest.mark.parametrize(

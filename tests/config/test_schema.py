@@ -4,7 +4,7 @@ import pytest
 
 from pageloom.config import Config
 from pageloom.config.rules import parse_size
-from pageloom.config.schema import RuntimeConfig
+from pageloom.config.schema import KVCacheConfig, RuntimeConfig
 
 REQUIRED = "???"
 
@@ -110,3 +110,12 @@ def test_what_is_no_size(size):
 def test_threads_are_bounded(threads, valid):
     (field,) = [f for f in dataclasses.fields(RuntimeConfig) if f.name == "num_threads"]
     assert field.metadata["rule"].accepts(threads) is valid
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [(None, 0), (0, 0), ("0", 0), ("0GiB", 0), ("1KiB", 1024), (7, 7)]
+)
+def test_no_room_for_swapping_may_be_written_as_null_or_0(size, number):
+    (field,) = [f for f in dataclasses.fields(KVCacheConfig) if f.name == "swap_space"]
+    assert size is None or field.metadata["rule"].accepts(size)
+    assert KVCacheConfig(swap_space=size).swap_bytes == number

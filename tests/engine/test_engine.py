@@ -31,6 +31,14 @@ def test_the_model_answers(engine):
     assert output.outputs[0].token_ids[-1] in engine.eos_token_ids
 
 
+@pytest.mark.parametrize("key", ["parallel__replicas", "parallel__max_replicas"])
+def test_replicas_are_for_the_server(build, caplog, key):
+    build()
+    assert "replicas" not in caplog.text
+    build(**{key: 3})
+    assert "are for 'pageloom serve'" in caplog.text
+
+
 def test_outputs_come_in_the_order_of_prompts(engine):
     together = texts(engine.generate(PROMPTS, GREEDY))
     assert together == [engine.generate(prompt, GREEDY)[0].outputs[0].text for prompt in PROMPTS]

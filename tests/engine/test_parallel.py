@@ -190,7 +190,7 @@ def size(report):
 )
 def test_when_a_rank_is_lost_every_request_ends_with_an_error(config, layout, number):
     """Whether it dies or hangs; and then the engine serves nobody, and leaves no process behind."""
-    patience = "parallel.timeout_seconds=2" if number == signal.SIGSTOP else ""
+    patience = "parallel.timeout_seconds=10" if number == signal.SIGSTOP else ""
     overrides = divided(*LAYOUTS[layout], *filter(None, [patience]))
     with Engine.from_config(config, overrides) as engine:
         opened = [engine.open_request(*request) for request in REQUESTS]
@@ -225,3 +225,11 @@ def test_a_model_that_cannot_be_divided_is_one_clear_error(config):
         Engine.from_config(config, divided(1, 3))
     assert "\n" not in str(caught.value)
     assert rank_pids() == []
+
+
+def test_what_ranks_find_missing_alike_is_said_once(config, caplog):
+    overrides = ["attention.backend=torch_paged", "kv_cache.quantizer=fp8_e4m3"]
+    with Engine.from_config(config, divided(2, 2, *overrides)):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("has no k_scale and v_scale" in message for message in said) == 1, said

@@ -180,6 +180,28 @@ def test_scales_that_nothing_asks_for_may_be_anything(checkpoint, caplog, overri
     assert caplog.records == []
 
 
+PER_HEAD = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(2) for kind in "kv"}
+
+
+@pytest.mark.parametrize(
+    "beside", [scales(float("nan"), 1.0), scales(1.0, 0.0), scales(1e-40, 1.0), PER_HEAD]
+)
+def test_scales_of_no_use_do_not_matter_where_the_yaml_gives_others(checkpoint, caplog, beside):
+    fp8 = ["kv_cache.quantizer=fp8_e4m3", "kv_cache.options.k_scale=2.0"]
+    engine = Engine.from_config(checkpoint(beside), [*fp8, "kv_cache.options.v_scale=0.5"])
+    assert [quantizer_of(engine).static_scale(1, kind) for kind in "kv"] == [2.0, 0.5]
+    assert len(engine.generate([[1, 2, 3]])[0].outputs[0].token_ids) > 0
+    assert caplog.records == []
+
+
+def test_it_is_said_how_to_start_without_the_scales_of_a_checkpoint(checkpoint):
+    half = ["kv_cache.quantizer=fp8_e4m3", "kv_cache.options.k_scale=2.0"]
+    with pytest.raises(
+        PageloomError, match=r"= nan, .*; set kv_cache\.options k_scale and v_scale"
+    ):
+        Engine.from_config(checkpoint(scales(1.0, float("nan"))), half)
+
+
 @pytest.mark.parametrize(
     ("beside", "message"),
     [

@@ -288,4 +288,23 @@ def test_a_model_that_is_not_here(client):
 def test_the_body_must_be_json(http):
     answer: httpx.Response = http.post("/v1/completions", content=b"{'prompt': 1}")
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the body is not valid JSON"
+    message = "the body is not valid JSON: key must be a string at line 1 column 2"
+    assert answer.json()["error"]["message"] == message
+    coded = http.post("/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
+    assert coded.status_code == 415
+    assert "'gzip'" in coded.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("guided_json", 5, "a valid string, or: Input should be an object"),
+        ("prompt", {}, "prompt: "),
+    ],
+)
+def test_a_field_of_several_types_says_all_and_its_own_name_only(http, field, value, message):
+    answer = http.post("/v1/completions", json={"prompt": "a", field: value})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert error["message"].startswith(f"{field}: ")
+    assert message in error["message"]

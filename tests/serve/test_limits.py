@@ -73,6 +73,26 @@ def test_a_body_is_bounded_whether_or_not_it_says_how_long_it_is(small):
             assert "64KiB (server.max_body)" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("expect", [b"", b"expect: 100-continue\r\n"])
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(small, expect):
+    with connect(small) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + expect
+        connection.sendall(head + b"content-length: 99999999\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("size", [b"zz", b"-5", b"1\r\n{\r\nzz"])
+def test_chunks_of_no_size_are_answered(small, size):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(small) as connection:
+        connection.sendall(head + size + b"\r\n")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -176,6 +196,21 @@ def test_more_than_may_wait_are_told_to_come_again(small):
     small.wait_until_idle()
     with small.client() as client:
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": [1] * 20_000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 20_000}]}, None),
+        ("/v1/completions", {"prompt": "a", "n": 2}, "n"),
+    ],
+)
+def test_what_is_too_much_is_told_by_its_field(small, path, fields, param):
+    with small.client() as client:
+        answer = client.post(path, json={"max_tokens": 1, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param or "messages"), error
 
 
 def test_several_prompts_wait_one_by_one(small):

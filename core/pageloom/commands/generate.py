@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from pageloom.engine.stats import EngineStats
 
 
+def _early_stopping(text: str) -> bool | str:
+    """As `SamplingParams` takes it, which knows what is wrong."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 class GenerateOptions(SamplingOptions):
     n: Annotated[int, typer.Option("--n", "-n", help="Outputs per prompt.")] = 1
     beam_width: Annotated[
@@ -29,6 +34,15 @@ class GenerateOptions(SamplingOptions):
     length_penalty: Annotated[
         float, typer.Option(help="Of beams: above 0 favors long outputs, below 0 short ones.")
     ] = 1.0
+    early_stopping: Annotated[
+        Any,
+        typer.Option(
+            metavar="true|false|never",
+            parser=_early_stopping,
+            help="Of beams: when the search ends once it has as many outputs: true, at once; "
+            "false, when better ones are unlikely; never, when there can be none.",
+        ),
+    ] = "false"
 
 
 @takes(GenerateOptions)

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pageloom.contract import AttentionBackend
     from pageloom.plugins import ComponentEntry, Plugins
 
 MAX_MODEL_LEN = 4096
 
-_COLUMNS = ("kind", "name", "package", "runs here", "reason")
+_COLUMNS = ("name", "plugin", "package", "runs", "reason")
 
 
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List every component: kind, name, package, and whether it can run on this machine."""
+    """List every component and observer: name, plugin, and whether it can run on this machine.
+
+    plugins.allow, plugins.deny and PAGELOOM_PLUGINS take the names of plugins or their packages.
+    """
     from rich.console import Console
 
     from pageloom.plugins import Plugins
@@ -79,7 +84,9 @@ def _json(plugins: Plugins, reasons: list[str | None]) -> str:
         {**asdict(failure.plugin), "reason": failure.reason, "traceback": failure.traceback}
         for failure in plugins.failures
     ]
-    return json.dumps({"components": components, "failures": failures}, indent=2)
+    observers = [asdict(info) for info in plugins.observers]
+    found = {"components": components, "observers": observers, "failures": failures}
+    return json.dumps(found, indent=2)
 
 
 def _print_tables(plugins: Plugins, reasons: list[str | None]) -> None:
@@ -87,11 +94,20 @@ def _print_tables(plugins: Plugins, reasons: list[str | None]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(*(Column(name, overflow="fold") for name in _COLUMNS))
+    whole = ("name", "plugin")  # not folded, so that they can be copied
+    table = Table(*(Column(name, overflow="fold", no_wrap=name in whole) for name in _COLUMNS))
+    yes, no = Text("yes", "green"), Text("no", "red")
+    kind = None
     for entry, reason in zip(plugins.components, reasons, strict=True):
-        runs = Text("yes", "green") if reason is None else Text("no", "red")
-        package = f"{entry.package} {entry.version}"
-        table.add_row(entry.kind, entry.name, package, runs, Text(reason or ""))
+        if entry.kind != kind:
+            kind = entry.kind
+            _add_heading(table, kind)
+        package, runs = f"{entry.package} {entry.version}", no if reason else yes
+        table.add_row(f"  {entry.name}", entry.plugin, package, runs, Text(reason or ""))
+    if plugins.observers:
+        _add_heading(table, "observer")
+    for info in plugins.observers:
+        table.add_row(f"  {info.name}", info.name, f"{info.package} {info.version}", yes)
     Console().print(table)
     if plugins.failures:
         failed = Table(title="Not loaded", title_justify="left")
@@ -101,3 +117,10 @@ def _print_tables(plugins: Plugins, reasons: list[str | None]) -> None:
             info = failure.plugin
             failed.add_row(info.name, f"{info.package} {info.version}", Text(failure.reason))
         Console().print(failed)
+
+
+def _add_heading(table: Table, kind: str) -> None:
+    from rich.text import Text
+
+    table.add_section()
+    table.add_row(Text(kind, "bold"))

@@ -15,6 +15,7 @@ from pageloom.config.errors import ABSENT, ConfigError, Problem
 from pageloom.config.resolvers import register_resolvers
 from pageloom.config.schema import PICKERS, Config
 from pageloom.config.typed import Place, assign, evaluate, structure
+from pageloom.contract.sizes import bytes_in
 from pageloom.discovery import VARIABLE, installed
 from pageloom.plugins import Plugins, UnknownPluginError
 
@@ -116,12 +117,12 @@ def _check_together(values: Mapping[str, Any], place: Place) -> Iterator[Problem
         expected = f"one of the two (kv_cache.memory stands in {place('kv_cache.memory')})"
         reason = "kv_cache.memory gives the size of the cache already"
         yield Problem(key, place(key), reason, values[key], expected)
-    if values.get("scheduler.preemption_mode") == "swap" and (
-        values.get("kv_cache.swap_space", "not given") is None
-    ):
-        key = "kv_cache.swap_space"
-        reason = "scheduler.preemption_mode swap needs room on the host"
-        yield Problem(key, place(key), reason, None, 'a size such as "1GiB"')
+    key = "kv_cache.swap_space"
+    if values.get("scheduler.preemption_mode") == "swap" and key in values:
+        room = values[key]
+        if room is None or bytes_in(room) == 0:
+            reason = "scheduler.preemption_mode swap needs room on the host"
+            yield Problem(key, place(key), reason, room, 'a size such as "1GiB"')
 
 
 def _check_plugins(

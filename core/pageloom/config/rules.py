@@ -69,4 +69,8 @@ def _is_size(value: int | str) -> bool:
         return False
 
 
-SIZE = Rule('a size such as "4GiB" or "512MiB", or a number of bytes', _is_size)
+SIZE = Rule('a size such as "4GiB" or "512MiB", or a number of bytes above 0', _is_size)
+SIZE_OR_NONE = Rule(
+    'a size such as "4GiB" or "512MiB", or a number of bytes (0 for none)',
+    lambda value: bytes_in(value) == 0 or _is_size(value),
+)

@@ -14,6 +14,7 @@ from typing import Any
 from pageloom.config.rules import (
     FRACTION,
     SIZE,
+    SIZE_OR_NONE,
     Rule,
     at_least,
     between,
@@ -22,6 +23,7 @@ from pageloom.config.rules import (
     option,
     parse_size,
 )
+from pageloom.contract.sizes import bytes_in
 from pageloom.plugins import Plugins
 
 HIDDEN = "(hidden)"
@@ -92,8 +94,8 @@ class KVCacheConfig:
     enable_prefix_caching: bool = option(True, "Whether equal prefixes are computed only once.")
     swap_space: int | str | None = option(
         "1GiB",
-        "Most host memory for blocks that are swapped out, of each rank; null for none.",
-        SIZE,
+        "Most host memory for blocks that are swapped out, of each rank; 0 or null for none.",
+        SIZE_OR_NONE,
     )
     quantizer: str | None = option(None, "KV format; null stores the model's dtype.")
     options: dict[str, Any] = option({}, "Options of the quantizer.")
@@ -106,7 +108,7 @@ class KVCacheConfig:
     @property
     def swap_bytes(self) -> int:
         """`swap_space` in bytes."""
-        return 0 if self.swap_space is None else parse_size(self.swap_space)
+        return 0 if self.swap_space is None else bytes_in(self.swap_space) or 0
 
 
 @dataclass

@@ -20,6 +20,8 @@ _NAME = re.compile(
     r"(?:(?P<scale>[kv])_scale|(?P<output>[kv])_proj\.output_scale|kv_scale)"
 )
 
+INSTEAD = "set kv_cache.options k_scale and v_scale, and it is left unread"
+
 
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of this name is a scale of the KV cache, and no weight."""
@@ -40,7 +42,7 @@ def read_kv_scales(checkpoint: Checkpoint) -> dict[tuple[int, Kind], float]:
             if scales.setdefault(place, scale) != scale:
                 raise ValueError(
                     f"{checkpoint.files[name]} has {name!r} = {scale:g}, but {names[place]!r} is "
-                    f"{scales[place]:g}; remove one of them"
+                    f"{scales[place]:g}; remove one of them, or {INSTEAD}"
                 )
             names[place] = name
     return scales
@@ -59,12 +61,12 @@ def _number(checkpoint: Checkpoint, name: str) -> float:
     if tensor.numel() != 1 or tensor.dim() > 1:
         raise ValueError(
             f"{what} of shape {list(tensor.shape)}, but a scale of the KV cache is one number for "
-            "all heads of a layer"
+            f"all heads of a layer; {INSTEAD}"
         )
     if not tensor.is_floating_point():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{what} as {dtype}, but a scale must be floating point")
+        raise ValueError(f"{what} as {dtype}, but a scale must be floating point; {INSTEAD}")
     scale = float(tensor)
     if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{what} = {scale:g}, but a scale must be finite and above 0")
+        raise ValueError(f"{what} = {scale:g}, but a scale must be finite and above 0; {INSTEAD}")
     return scale

@@ -103,6 +103,15 @@ class KVQuantizer(Component, ABC):
     layout: ClassVar[VectorLayout | None] = None
     """The layout of the bytes, None if it is the format's own secret."""
 
+    @property
+    def wants_scales(self) -> bool:
+        """Whether `set_scales` has a use for the checkpoint's scales. If not, it is given none, and
+        they are not read: they may be anything.
+
+        .. versionadded:: 1.2
+        """
+        return self.layout is None or self.layout.scaling == "static"
+
     def set_scales(self, num_layers: int, scales: Mapping[tuple[int, Kind], float]) -> None:
         """The scales that came with the model's weights (`WeightLoader.kv_scales`), by layer and
         kind. Called once, before anything is coded. Raises `ValueError` for scales of no use."""

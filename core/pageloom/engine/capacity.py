@@ -46,12 +46,13 @@ def count_blocks(
     if cache.num_blocks is not None:
         _check_fits(cache.num_blocks * bytes_per_block, total, "kv_cache.num_blocks")
         return Capacity(cache.num_blocks, None)
-    activations = None
+    activations, remedy = None, "raise kv_cache.memory or lower kv_cache.block_size"
     if cache.memory_bytes is not None:
         budget, source = cache.memory_bytes, "kv_cache.memory"
     elif device.type == "cuda":
         budget, activations = _cuda_budget(config, model, device)
-        source = "gpu_memory_utilization (after weights and activations)"
+        source = "kv_cache.gpu_memory_utilization (after weights and activations)"
+        remedy = "raise it, or lower scheduler.max_num_batched_tokens"
     else:
         # All ranks of all engines share the machine, if they are not on Ray.
         ranks = config.parallel.world_size * config.parallel.most_replicas
@@ -62,8 +63,8 @@ def count_blocks(
         num_blocks = min(num_blocks, seats * blocks_for(max_model_len, block_size))
     if num_blocks < 1:
         raise PageloomError(
-            f"no KV block fits: {source} leaves {budget:,} bytes, a block of {block_size} tokens "
-            f"takes {bytes_per_block:,}; raise kv_cache.memory or lower kv_cache.block_size"
+            f"no KV block fits: {source} leaves {max(0, budget):,} bytes, a block of {block_size} "
+            f"tokens takes {bytes_per_block:,}; {remedy}"
         )
     return Capacity(num_blocks, activations)
 

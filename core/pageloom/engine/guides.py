@@ -95,6 +95,8 @@ def _reason(matcher: LLMatcher) -> str:
     """The first line and, of a regular expression's, the one that says what is wrong with it."""
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
     first = lines[0] if lines else "no reason is given"
+    if first == "NoExtensionBias":  # llguidance's word
+        first = "no text begins as it says"
     if len(first) > MAX_REASON:
         first = f"{first[:MAX_REASON]}..."
     cause = next((line for line in lines if line.startswith("error: ")), "")

@@ -145,9 +145,9 @@ def _quantizer(config: Config, source: ModelSource, model: Model) -> KVQuantizer
         return None
     chosen: type[KVQuantizer] = config.loaded_plugins.get("kv_quantizer", name)
     options = build_options(chosen, config.kv_cache.options)
-    scales = _kv_scales(config, source, chosen, model)
     with blame("kv_quantizer", name):
         quantizer = chosen(options)
+        scales = _kv_scales(config, source, model) if quantizer.wants_scales else {}
         try:
             for size in sorted({layer.head_size for layer in model.layers}):
                 quantizer.bytes_per_vector(size)
@@ -158,12 +158,9 @@ def _quantizer(config: Config, source: ModelSource, model: Model) -> KVQuantizer
 
 
 def _kv_scales(
-    config: Config, source: ModelSource, quantizer: type[KVQuantizer], model: Model
+    config: Config, source: ModelSource, model: Model
 ) -> Mapping[tuple[int, Kind], float]:
-    """Those of the checkpoint, by the layers of this stage, unless every vector carries its own:
-    then they may be anything."""
-    if quantizer.layout is not None and quantizer.layout.scaling != "static":
-        return {}
+    """Those of the checkpoint, by the layers of this stage."""
     try:
         return model.of_own_layers(source.loader.kv_scales())
     except (ValueError, OSError) as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -12,6 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from pageloom.errors import shorten
 from pageloom.serve import http_metrics, tokens
 from pageloom.serve.body import read_body
 from pageloom.serve.chat import Chat
@@ -35,6 +38,7 @@ from pageloom.serve.service import Service
 from pageloom.serve.sse import EventStream
 
 Body = TypeVar("Body", bound=BaseModel)
+_TYPE = re.compile(r"str|int|float|bool|[A-Z]\w*|[\w-]*\[.*\]", re.DOTALL)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -107,7 +111,11 @@ def _add_heads(app: FastAPI) -> None:
 
 async def _read(request: Request, model: type[Body], service: Service) -> Body:
     """The body of a request. Raises `APIError` for what is too large or not as ``model`` says."""
-    data = await read_body(request.stream(), service.config)
+    headers = request.headers
+    if (coding := headers.get("content-encoding", "identity")) != "identity":
+        raise APIError(f"the body is coded as {shorten(coding)!r}; send it as it is", 415)
+    declared = int(headers.get("content-length", 0))
+    data = await read_body(request.stream(), service.config, declared)
     strict = service.config.unknown_fields == "refuse"
     try:
         return model.model_validate_json(data, extra=None if strict else "ignore")
@@ -116,15 +124,23 @@ async def _read(request: Request, model: type[Body], service: Service) -> Body:
 
 
 def _unfit(error: ValidationError) -> APIError:
-    """The first fault, by the name of its field."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    param = str(first["loc"][0]) if first["loc"] else None
+    """The first fault, by the name of its field, and what else that field may be."""
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    where, param = _field(first["loc"]), str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         return APIError(f"there is no field {where!r} here", param=param, code="unknown_field")
     if first["type"] == "json_invalid":
-        return APIError("the body is not valid JSON")
-    return APIError(f"{where}: {first['msg']}" if where else first["msg"], param=param)
+        reason = first["msg"].removeprefix("Invalid JSON: ")
+        return APIError(f"the body is not valid JSON: {reason}")
+    alike = [first["msg"], *(other["msg"] for other in others if _field(other["loc"]) == where)]
+    message = ", or: ".join(dict.fromkeys(alike))
+    return APIError(f"{where}: {message}" if where else message, param=param)
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """The name of a field, without what pydantic adds to tell the types apart that it may have."""
+    named = takewhile(lambda part: not _TYPE.fullmatch(str(part)), location)
+    return ".".join(map(str, named))
 
 
 async def _answer(
@@ -142,9 +158,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, APIError)
         return error_response(error)
 
-    async def http_error(_: Request, error: Exception) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = APIError(str(error.detail), error.status_code).body()
+        path = shorten(request.url.path, 200)
+        message = f"{path}: {error.detail}"
+        if error.status_code == 404:
+            message = f"there is no path {path} here; /openapi.json lists those that are"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{path} takes no {request.method}; use {allowed}"
+        body = APIError(message, error.status_code).body()
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     async def engine_gone(_: Request, error: Exception) -> Response:

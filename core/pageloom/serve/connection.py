@@ -61,6 +61,9 @@ class Connection(HttpToolsProtocol):
         self._expect_nothing()
         self._refuse(APIError("this is not a valid HTTP request"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """There is no websocket here, and none is missed."""
+
     def _expect_head(self) -> None:
         """Within the time there is from now on, unless that runs already."""
         if self._timer is None:
@@ -87,8 +90,11 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: APIError) -> None:
         """Answer, unless that would be in the middle of another answer, and close."""
         if self._answers:
-            self.transport.abort()
-            return
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # nothing may follow
+            self.cycle.message_event.set()
         body = json.dumps(error.body()).encode()
         self.transport.write(
             STATUS_LINE[error.status]

@@ -72,11 +72,15 @@ def draining() -> APIError:
     return APIError("the server is shutting down", 503, "server_error", None, "draining")
 
 
-def too_long(tokens: int, max_model_len: int) -> APIError:
+def too_large(max_body: int | str) -> APIError:
+    return APIError(f"the body is larger than {max_body} (server.max_body)", 413)
+
+
+def too_long(tokens: int, max_model_len: int, param: str) -> APIError:
     return APIError(
         f"the request has a prompt of {tokens} tokens, but max_model_len is {max_model_len} and "
         "must leave room for one output token",
-        param="prompt",
+        param=param,
         code="context_length_exceeded",
     )
 

@@ -189,6 +189,8 @@ def unfit(error: ValueError, param: str = "prompt") -> APIError:
 
 
 def _field_at_fault(message: str) -> str | None:
+    if " branches, which run in one step" in message:
+        return "n"
     first = message.partition(" ")[0]
     known = first in GenerationFields.model_fields or first in ("max_tokens", "logprobs")
     return first if known else None

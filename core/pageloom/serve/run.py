@@ -115,7 +115,7 @@ async def _run(
             ws="none",
             lifespan="off",
             log_config=None,  # what it logs is written as all else is
-            log_level="warning",
+            log_level="error",  # not each request that is none
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=FAREWELL,

@@ -118,7 +118,8 @@ class Service:
             raise engine_died()
         for prompt in prompts:  # before it travels to the engine, which would refuse it
             if len(prompt) >= self.client.info.max_model_len:
-                raise too_long(len(prompt), self.client.info.max_model_len)
+                field = "prompt" if "prompt" in type(fields).model_fields else "messages"
+                raise too_long(len(prompt), self.client.info.max_model_len, field)
         waiting, most = self.client.num_waiting, self.config.max_waiting
         if most is not None and len(prompts) > most:
             raise too_many(len(prompts), most)

@@ -42,6 +42,7 @@ class Crew:
         """Of the steps that are done, in their order."""
         self._timeout = timeout_seconds
         self._failure: str | None = None
+        self._speakers: dict[tuple[str, int, str], RankProcess] = {}  # by what they said first
         self._by_fd = {each.connection.fileno(): each for each in ranks}
         self._poller = select.poll()
         for fd in self._by_fd:
@@ -57,20 +58,20 @@ class Crew:
         self._listen(0)
 
     def send(self, message: ToRank) -> None:
-        """To every rank. Waits while one does not take it, for which the other thread of a rank
-        must be stopped."""
+        """To every rank, which is to answer. Waits while one does not take it, for which the other
+        thread of a rank must be stopped."""
         self._repeat_failure()
         data = pack(message)
         try:
             for each in self.ranks:
-                each.send(data)
-        except BaseException:  # such as KeyboardInterrupt: some have it and others do not
-            self._failure = "not all ranks were sent the same"
+                each.ask(data)
+            self.wait(
+                lambda: not any(each.has_unsent for each in self.ranks),
+                f"a rank has read nothing for {self._timeout:g} seconds (parallel.timeout_seconds)",
+            )
+        except BaseException:  # such as KeyboardInterrupt: some may have it and others not
+            self._failure = self._failure or "not all ranks were sent the same"
             raise
-        self.wait(
-            lambda: not any(each.has_unsent for each in self.ranks),
-            f"a rank has read nothing for {self._timeout:g} seconds (parallel.timeout_seconds)",
-        )
 
     def wait_for_step(self) -> bytes:
         """The output of the oldest step that is not taken yet."""
@@ -81,10 +82,13 @@ class Crew:
         )
         return self.outputs.popleft()
 
-    def wait(self, done: Callable[[], bool], symptom: str = "") -> None:
-        """Listen until it is ``done``, or until ranks are silent for the timeout if that is a
-        ``symptom``. Raises `WorkerError` and, for a model that cannot be loaded, `ValueError`."""
-        limit = self._timeout if symptom else math.inf
+    def wait(
+        self, done: Callable[[], bool], symptom: str, limit_seconds: float | None = None
+    ) -> None:
+        """Listen until it is ``done``, or until ranks are silent for the limit, by default the
+        timeout: that is the ``symptom``. Raises `WorkerError` and, for a model that cannot be
+        loaded, `ValueError`."""
+        limit = self._timeout if limit_seconds is None else limit_seconds
         silent = 0.0
         while not done():
             before = time.monotonic()
@@ -132,6 +136,9 @@ class Crew:
                 progress |= self._take(each, message)
         except (ValueError, msgspec.MsgspecError) as error:
             each.failure = Failed(f"it sent what cannot be read: {error}", by_others=False)
+        except BaseException:  # such as KeyboardInterrupt: it may have said more, which is lost
+            self._failure = f"{each} was interrupted while it was listened to"
+            raise
         if each.gone:
             self._poller.unregister(each.connection)
         return progress
@@ -140,8 +147,10 @@ class Crew:
         """Whether it is progress."""
         match message:
             case Ready():
+                each.owed -= 1
                 each.report = message.report
             case Allocated():
+                each.owed -= 1
                 each.allocated = True
             case Done():
                 each.owed -= 1
@@ -151,14 +160,22 @@ class Crew:
                 each.doing = message.doing
                 return False
             case Log():
-                logger = logging.getLogger(message.logger)
-                logger.log(message.level, "rank %d: %s", each.rank.index, message.message)
+                self._log(each, message)
                 return False
             case Refused():
                 each.refusal = message.reason
             case Failed():
                 each.failure = message
         return True
+
+    def _log(self, each: RankProcess, said: Log) -> None:
+        """Of what several ranks say alike of the model that they load, one speaks for all."""
+        if not each.allocated and said.level < logging.ERROR:
+            key = (said.logger, said.level, said.message)
+            if self._speakers.setdefault(key, each) is not each:
+                return
+        logger = logging.getLogger(said.logger)
+        logger.log(said.level, "rank %d: %s", each.rank.index, said.message)
 
     def _judge(self) -> None:
         """Raise if a rank is lost through itself."""

@@ -76,26 +76,45 @@ class DistributedGroup(Group):
     def _waiting(self, call: str) -> Iterator[None]:
         self.doing = f"waits for other ranks in {call}"
         try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise GroupError(f"{call}: {' '.join(str(error).split())}") from error
+            with _reaching(call):
+                yield
         finally:
             self.doing = ""
 
 
-def open_store(host: str, port: int, *, is_master: bool, listening: int | None = None) -> Any:
+@contextmanager
+def _reaching(what: str) -> Iterator[None]:
+    """What goes wrong is most likely not this rank's fault."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise GroupError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def open_store(
+    host: str,
+    port: int,
+    *,
+    is_master: bool,
+    listening: int | None = None,
+    timeout_seconds: float | None = None,
+) -> Any:
     """Where ranks meet: one of them has it, on a ``listening`` socket if it was given one (a file
-    descriptor), and the others find it there. Port 0 takes any that is free."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        port,
-        is_master=is_master,
-        master_listen_fd=listening,
-        wait_for_workers=False,
-        timeout=_LOADING,
-    )
+    descriptor), and the others find it there. Port 0 takes any that is free. ``timeout_seconds``
+    is for a store that is open already, None for one whose rank still starts. Raises `GroupError`
+    if it cannot be reached."""
+    patience = _LOADING if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    with _reaching(f"the store at {host}:{port}"):
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=is_master,
+            master_listen_fd=listening,
+            wait_for_workers=False,
+            timeout=patience,
+        )
 
 
 def connect(
@@ -105,8 +124,15 @@ def connect(
     Returns when all are there.
 
     Called once in a process, by every rank, before its model is loaded. On a GPU, ``device`` has
-    an index and is the current one.
+    an index and is the current one. Raises `GroupError` if they do not reach each other.
     """
+    with _reaching("other ranks"):
+        return _connect(rank, store, device, timeout_seconds)
+
+
+def _connect(
+    rank: Rank, store: Any, device: torch.device, timeout_seconds: float
+) -> DistributedGroup:
     size = rank.tensor_size * rank.stages
     store.set(f"here/{rank.index}", "")
     store.wait([f"here/{index}" for index in range(size)], _LOADING)

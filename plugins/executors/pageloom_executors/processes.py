@@ -28,7 +28,7 @@ class RankProcess:
         self.report: WorkerReport | None = None
         self.allocated = False
         self.owed = 0
-        """Steps that it was sent and has not done yet."""
+        """Messages that it was sent and has not answered yet."""
         self.doing: str | None = None
         """What it said when it was pinged, if it did."""
         self.refusal: str | None = None
@@ -64,6 +64,11 @@ class RankProcess:
             command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, stdout=2
         )
         self._far_end.close()
+
+    def ask(self, message: bytes) -> None:
+        """`send` what is to be answered."""
+        self.owed += 1
+        self.send(message)
 
     def send(self, message: bytes) -> None:
         """Send what `wire.pack` made as far as the connection takes it, and keep the rest."""

@@ -61,8 +61,11 @@ class Link:
         threading.Thread(target=self._read, daemon=True).start()
 
     def receive(self) -> ToRank | None:
-        """The next message but pings; None when the connection has ended."""
-        return self._received.get()
+        """The next message but pings; None when the connection has ended, whoever asks."""
+        message = self._received.get()
+        if message is None:
+            self._received.put(None)
+        return message
 
     def send(self, message: FromRank) -> None:
         data = pack(message)
@@ -167,6 +170,7 @@ def _serve(link: Link, store_fd: int | None) -> None:
     try:
         rank = blueprint.rank(start.rank)
         is_master = store_fd is not None
+        link.doing = lambda: "waits for other ranks"
         store = open_store("127.0.0.1", start.store_port, is_master=is_master, listening=store_fd)
         group = connect(rank, store, device, blueprint.timeout_seconds)
         try:

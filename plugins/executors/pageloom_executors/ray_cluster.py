@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pageloom.contract import WorkerError
 log = logging.getLogger(__name__)
 
 PATIENCE = 10.0  # seconds after which it is said what is waited for
+PROBE = 10.0  # seconds for a cluster to take a connection
 OBJECT_STORE = 1 << 28  # bytes of a cluster of our own: steps are small
 
 
@@ -25,20 +27,45 @@ def connect(address: str) -> bool:
 
     if ray.is_initialized():
         return False
+    key, wanted = _given(address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or it warns of a change
     options: dict[str, Any] = {"address": address}
-    if address == "local":
+    if wanted == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
+        _probe(wanted)
         with _signals_kept():
             ray.init(**options, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise WorkerError(
-            f"no Ray cluster at parallel.options.address {address}: {first_line(error)}; start one "
-            "by 'ray start --head', or set the address to local"
+            f"no Ray cluster at {key} {wanted}: {first_line(error)}; start one by "
+            "'ray start --head', or set parallel.options.address to local"
         ) from error
     return True
+
+
+def _given(address: str) -> tuple[str, str]:
+    """The address of the cluster as it was given, and by what."""
+    if address == "auto" and (set_there := os.environ.get("RAY_ADDRESS")):
+        return "RAY_ADDRESS", set_there
+    return "parallel.options.address", address
+
+
+def _probe(address: str) -> None:
+    """Raise `ConnectionError` if nobody listens at an address, for which Ray would wait for many
+    minutes, and `ValueError` if it is none."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if "://" in address:
+        raise ValueError("it must be auto, local or HOST:PORT")
+    if (found := canonicalize_bootstrap_address(address)) is None:
+        return  # a cluster of its own
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE).close()
+    except OSError as error:
+        raise ConnectionError(f"{found} takes no connection ({error.strerror or error})") from error
 
 
 def disconnect() -> None:
@@ -95,9 +122,11 @@ def _signals_kept() -> Iterator[None]:
     """Ray takes SIGTERM for itself, which is the business of whoever owns the process. It leaves
     it alone in other threads than the main one, where Python would not let us set it."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if signal.getsignal(signal.SIGTERM) is not before:
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not before:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

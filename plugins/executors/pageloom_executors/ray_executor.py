@@ -30,7 +30,7 @@ from pageloom_executors.ray_cluster import (
     why_dead,
 )
 from pageloom_executors.ray_rank import RankActor, decode
-from pageloom_executors.wire import Allocated, Done, Failed, Ready, Refused
+from pageloom_executors.wire import LOAD_SECONDS, Allocated, Done, Failed, Ready, Refused
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -82,16 +82,19 @@ class RayExecutor(Executor):
         """Cards that a rank takes of the cluster's, where the model runs on any."""
         placement_seconds: float = 600.0
         """How long to wait until the cluster has room."""
+        load_seconds: float = LOAD_SECONDS
+        """How long no rank may get ready while the model is loaded, before they count as hung."""
 
         def __post_init__(self) -> None:
             if "://" in self.address:
                 raise ValueError(
                     f"address must be auto, local or HOST:PORT of the cluster, not {self.address}"
                 )
-            if not (self.num_cpus > 0 and 0 < self.num_gpus <= 1 and self.placement_seconds > 0):
-                raise ValueError(
-                    "num_cpus and placement_seconds must be above 0, num_gpus above 0 and at most 1"
-                )
+            for name in ("num_cpus", "placement_seconds", "load_seconds"):
+                if not getattr(self, name) > 0:
+                    raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+            if not 0 < self.num_gpus <= 1:
+                raise ValueError(f"num_gpus must be above 0 and at most 1, not {self.num_gpus:g}")
 
     config: Config
 
@@ -100,7 +103,7 @@ class RayExecutor(Executor):
         self._ranks: list[Placed] = []
         self._lives: dict[Any, Placed] = {}  # by what never comes unless the actor dies
         self._steps: deque[list[Any]] = deque()  # replies to come, by rank
-        self._due: dict[Any, Placed] = {}  # replies of steps up to the one that is received
+        self._due: dict[Any, Placed] = {}  # replies that are waited for, or should have come
         self._lost: str | None = None  # why no step can be run any more
         self._group: Any = None
         self._connected = False
@@ -123,7 +126,7 @@ class RayExecutor(Executor):
         self._connected = connect(self.config.address)
         self._make_actors(self._place())
         first = self._ranks[0]
-        port = self._get(first.actor.open_store.remote(), first)
+        (port,) = self._started({first.actor.open_store.remote(): first})
         threads = blueprint.num_threads or max(1, int(self.config.num_cpus))
         replies = self._all(Ready, "load", first.address, port, threads)
         return [reply.report for reply in replies]
@@ -168,7 +171,7 @@ class RayExecutor(Executor):
             Placed(self._blueprint.rank(index), actor, "a machine of the cluster", 0)
             for index, actor in enumerate(actors)
         ]
-        found = [self._get(placed.actor.where.remote(), placed) for placed in self._ranks]
+        found = self._started({placed.actor.where.remote(): placed for placed in self._ranks})
         self._ranks = [
             Placed(placed.rank, placed.actor, *where)
             for placed, where in zip(self._ranks, found, strict=True)
@@ -179,15 +182,39 @@ class RayExecutor(Executor):
         }
 
     def _all(self, kind: type[R], method: str, *arguments: Any) -> list[R]:
-        """What all ranks reply, however long that takes, unless one is gone or fails."""
-        import ray
-
+        """What all ranks reply, unless one is gone or fails, or none gets ready for too long."""
         refs = {getattr(placed.actor, method).remote(*arguments): placed for placed in self._ranks}
         replies: dict[Any, R] = {}
-        while waiting := [ref for ref in refs if ref not in replies]:
-            for ref in ray.wait([*self._lives, *waiting])[0]:
+        self._due = dict(refs)
+        while self._due:
+            for ref in self._wait_for_some():
                 replies[ref] = self._reply(ref, self._lives.get(ref) or refs[ref], kind)
+                del self._due[ref]
         return [replies[ref] for ref in refs]
+
+    def _started(self, refs: dict[Any, Placed]) -> list[Any]:
+        """What actors return that may still start."""
+        found = {}
+        self._due = dict(refs)
+        while self._due:
+            for ref in self._wait_for_some():
+                found[ref] = self._get(ref, self._lives.get(ref) or refs[ref])
+                del self._due[ref]
+        return [found[ref] for ref in refs]
+
+    def _wait_for_some(self) -> list[Any]:
+        """What is due and has come, or the lives of actors that are gone."""
+        import ray
+
+        limit = self.config.load_seconds
+        deadline = time.monotonic() + limit
+        while not (ready := ray.wait([*self._lives, *self._due], timeout=POLL)[0]):
+            if time.monotonic() >= deadline:
+                self._raise_silent(
+                    f"no rank has become ready for {limit:g} seconds "
+                    "(parallel.options.load_seconds)"
+                )
+        return list(ready)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -196,15 +223,19 @@ class RayExecutor(Executor):
 
         self._check_usable()
         message: Any = self._blueprint.pack(step)
-        if len(message) > INLINE:
-            message = ray.put(message)
-        self._steps.append([placed.actor.run.remote(message) for placed in self._ranks])
+        try:
+            if len(message) > INLINE:
+                message = ray.put(message)
+            self._steps.append([placed.actor.run.remote(message) for placed in self._ranks])
+        except BaseException:  # such as KeyboardInterrupt: some may have it and others not
+            self._lost = "not all ranks were sent the same"
+            raise
 
     def receive(self) -> StepOutput:
         import ray
 
         self._check_usable()
-        refs = self._steps.popleft()
+        refs = self._steps[0]
         answer = refs[self._answering]
         self._due |= dict(zip(refs, self._ranks, strict=True))
         deadline = time.monotonic() + self._timeout
@@ -216,8 +247,11 @@ class RayExecutor(Executor):
             self.check_workers()
             self._check_due()
             if left <= 0:
-                self._raise_silent()
+                self._raise_silent(
+                    f"no answer within {self._timeout:g} seconds (parallel.timeout_seconds)"
+                )
         output = self._reply(answer, self._due[answer], Done).output
+        self._steps.popleft()  # now only: who is interrupted before asks again
         del self._due[answer]
         self._check_due()
         return self._blueprint.unpack(output)
@@ -257,10 +291,10 @@ class RayExecutor(Executor):
         if not isinstance(reply, Failed):
             raise self._lose(f"{placed} replied {reply!r}")
         if reply.by_others:
-            self._raise_cause(ref)
+            self._raise_cause(ref, f"{placed} failed: {reply.reason}")
         raise self._lose(f"{placed} failed: {reply.reason}")
 
-    def _raise_cause(self, told: Any) -> None:
+    def _raise_cause(self, told: Any, symptom: str) -> None:
         """Raise what has kept a rank from reaching another, if that shows."""
         import ray
 
@@ -274,9 +308,9 @@ class RayExecutor(Executor):
                 if isinstance(reply, Failed) and not reply.by_others:
                     raise self._lose(f"{placed} failed: {reply.reason}")
         if others:
-            self._raise_silent()
+            self._raise_silent(symptom)
 
-    def _raise_silent(self) -> NoReturn:
+    def _raise_silent(self, symptom: str) -> NoReturn:
         """Raise which ranks do not answer, and what they do instead."""
         import ray
 
@@ -291,10 +325,7 @@ class RayExecutor(Executor):
             f"{placed} {self._get(ref, placed) if ref in told else 'hangs'}"
             for ref, placed in asked.items()
         ]
-        raise self._lose(
-            f"no answer within {self._timeout:g} seconds (parallel.timeout_seconds): "
-            f"{'; '.join(said) or 'nobody knows why'}"
-        )
+        raise self._lose(f"{symptom}: {'; '.join(said) or 'nobody knows why'}")
 
     def _get(self, ref: Any, placed: Placed) -> Any:
         import ray

@@ -95,7 +95,8 @@ class RankActor:
             if (interface := interface_of(_address())) is not None:
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         if self._store is None:
-            self._store = open_store(host, port, is_master=False)
+            timeout = self._blueprint.timeout_seconds
+            self._store = open_store(host, port, is_master=False, timeout_seconds=timeout)
         group = connect(self._rank, self._store, device, self._blueprint.timeout_seconds)
         self._doing = lambda: group.doing or "loads the model"
         try:

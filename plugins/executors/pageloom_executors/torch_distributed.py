@@ -6,14 +6,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from pageloom.contract import Blueprint, Executor, Step, StepOutput, WorkerError, WorkerReport
 from pageloom_executors.crew import Crew
 from pageloom_executors.processes import Launch, RankProcess, bury
-from pageloom_executors.wire import Allocate, Run, Start, pack
+from pageloom_executors.wire import LOAD_SECONDS, Allocate, Run, Start, pack
 
 PATIENCE = 3.0  # seconds for ranks of which none is lost to end
 
@@ -26,6 +27,17 @@ class TorchDistributedExecutor(Executor):
     end of its connection; one that hangs, by the steps that do not end, and that it does not
     answer when it is asked.
     """
+
+    @dataclass
+    class Config:
+        load_seconds: float = LOAD_SECONDS
+        """How long no rank may get ready while the model is loaded, before they count as hung."""
+
+        def __post_init__(self) -> None:
+            if not self.load_seconds > 0:
+                raise ValueError(f"load_seconds must be above 0, not {self.load_seconds:g}")
+
+    config: Config
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -69,21 +81,18 @@ class TorchDistributedExecutor(Executor):
             raise WorkerError(f"the process of a rank cannot be started: {error}") from error
         text, path, levels = blueprint.dump(), _search_path(), _log_levels()
         for each in ranks:
-            each.send(pack(Start(text, each.rank.index, port, path, levels)))
-        self._crew.wait(lambda: all(each.report for each in ranks))
+            each.ask(pack(Start(text, each.rank.index, port, path, levels)))
+        self._wait_for_all(lambda each: each.report is not None)
         return [each.report for each in ranks if each.report]
 
     def allocate(self, num_blocks: int, host_blocks: int) -> None:
         _, crew = self._started()
         crew.send(Allocate(num_blocks, host_blocks))
-        crew.wait(lambda: all(each.allocated for each in crew.ranks))
+        self._wait_for_all(lambda each: each.allocated)
 
     def submit(self, step: Step) -> None:
         blueprint, crew = self._started()
-        message = Run(blueprint.pack(step))
-        for each in crew.ranks:
-            each.owed += 1
-        crew.send(message)
+        crew.send(Run(blueprint.pack(step)))
 
     def receive(self) -> StepOutput:
         blueprint, crew = self._started()
@@ -98,6 +107,14 @@ class TorchDistributedExecutor(Executor):
                 self._launch.wait()
         bury(self._crew.ranks, PATIENCE if self._crew.is_sound else 0)
         self._crew, self._launch, self._blueprint = Crew([], 0), None, None
+
+    def _wait_for_all(self, ready: Callable[[RankProcess], bool]) -> None:
+        crew, limit = self._crew, self.config.load_seconds
+        crew.wait(
+            lambda: all(map(ready, crew.ranks)),
+            f"no rank has become ready for {limit:g} seconds (parallel.options.load_seconds)",
+            limit,
+        )
 
     def _started(self) -> tuple[Blueprint, Crew]:
         if self._blueprint is None:

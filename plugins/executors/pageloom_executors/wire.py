@@ -12,6 +12,7 @@ from pageloom.contract.framing import frame
 
 MAX_MESSAGE = 1 << 30  # bytes; what is longer is no message of ours
 RECEIVE_BYTES = 1 << 18
+LOAD_SECONDS = 3600.0  # that ranks may take to load, unless an option says otherwise
 
 
 class Start(msgspec.Struct, tag=True):

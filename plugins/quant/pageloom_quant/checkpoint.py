@@ -192,7 +192,7 @@ class PackedCheckpointLoader(WeightLoader):
         """``wanted`` inputs per group, or all of them if it is -1. Raises `ValueError` if the
         inputs of ``layer`` cannot be cut into such groups."""
         size = in_features if wanted == -1 else wanted
-        if in_features % size or in_features % 2:
+        if in_features % size or size % 2:
             raise self.tensor_error(
                 f"{layer}.{self.PARTS[0]}",
                 f"but its {in_features} inputs cannot be cut into even groups of {size}",

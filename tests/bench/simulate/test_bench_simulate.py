@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pageloom.bench.simulate.accuracy import Accuracy, CPUClock, Replayer, WallC
 from pageloom.bench.simulate.settings import profile_of, settings_from
 from pageloom.cli import main
 from pageloom.config import load_config
+from pageloom.contract.costs import StepProfile
 from pageloom.engine.engine import Engine
 from pageloom.errors import PageloomError
 from tiny_model import VOCAB, write_engine
@@ -199,6 +201,44 @@ def test_memory_is_as_the_engine_would_take_it(config, profile):
     loaded.kv_cache.memory = 100
     with pytest.raises(PageloomError, match="no KV block of 8,192 bytes fits"):
         settings_from(loaded, found, "x")
+
+
+def test_memory_needs_a_profile_that_tells_the_bytes_of_a_block(config, profile):
+    loaded = load_config(config, ["kv_cache.num_blocks=null", "kv_cache.memory=1MiB"])
+    found = profile_of(loaded, None)
+    untold = replace(found, worker=replace(found.worker, bytes_per_block=0))
+    with pytest.raises(PageloomError, match=r"kv_cache\.memory is 1MiB, but .*num_blocks instead"):
+        settings_from(loaded, untold, "x")
+    loaded.kv_cache.memory = None
+    assert settings_from(loaded, untold, "x").num_blocks == 64
+
+
+def test_the_kv_format_must_be_that_of_the_profile(run, config, profile):
+    fp8 = ("--set", "kv_cache.quantizer=fp8_e4m3")
+    code, _, err = run(config, *SHORT, *fp8)
+    assert code == 2
+    assert "engine: kv_cache.quantizer is fp8_e4m3, but the profile was measured with null" in err
+    found = StepProfile.read(profile)
+    replace(found, measured={"quantizer": "fp8_e4m3"}).write(profile)
+    code, _, err = run(config, *SHORT, *fp8)
+    assert code == 0, err
+    code, _, err = run(config, *SHORT)
+    assert code == 2
+    assert "kv_cache.quantizer is null, but the profile was measured with fp8_e4m3" in err
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_it_is_said_that_swaps_take_no_time(run, config, tmp_path, mode):
+    code, out, err = run(
+        config, *SHORT, "--rate", 1000, "--json", tmp_path / "all.json",
+        "--set", f"scheduler.preemption_mode={mode}", "--set", "kv_cache.swap_space=1MiB",
+        "--set", "kv_cache.num_blocks=12",
+    )  # fmt: skip
+    assert code == 0, err
+    counts = json.loads((tmp_path / "all.json").read_text())["outcomes"]["engine"]["counts"]
+    assert counts["preemptions"] > 0
+    assert ("swapped_blocks" in counts) == (mode == "swap")
+    assert ("Blocks were swapped, which takes no time" in out) == (mode == "swap")
 
 
 @pytest.mark.parametrize("clock", [CPUClock, WallClock])

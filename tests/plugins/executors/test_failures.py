@@ -23,6 +23,7 @@ from pageloom.testing.executor_model import (
     SumStep,
     Trouble,
 )
+from pageloom_executors.crew import Crew
 from pageloom_executors.processes import Launch, RankProcess
 from pageloom_executors.torch_distributed import TorchDistributedExecutor
 from pageloom_executors.wire import Ping, Start, pack
@@ -40,6 +41,21 @@ executor.allocate(NUM_BLOCKS, HOST_BLOCKS)
 executor.submit(SumStep([1], trouble=Trouble("sleeps", 0)))
 print(*[report.weights["pid"] for report in reports], flush=True)
 time.sleep(1000)
+"""
+
+LOUD = """
+from pageloom.testing.executor_model import *
+from pageloom_executors.torch_distributed import TorchDistributedExecutor
+
+class Loud(SumBlueprint):
+    def build(self, group, device=None):
+        print(f"here is rank {group.rank.index}")
+        return super().build(group, device)
+
+def main():
+    executor = TorchDistributedExecutor(TorchDistributedExecutor.Config())
+    executor.start(Loud(1))
+    executor.close()
 """
 
 
@@ -196,6 +212,92 @@ def test_of_ranks_that_hang_it_is_told_what_they_do():
         with pytest.raises(WorkerError) as caught:
             executor.receive()
         assert f"rank 0 (stage 0, tensor rank 0, pid {pids[0]}) computes" in str(caught.value)
+
+
+def test_ranks_that_load_for_ever_are_told_of():
+    executor = TorchDistributedExecutor(TorchDistributedExecutor.Config(load_seconds=5))
+    try:
+        with pytest.raises(WorkerError) as caught:
+            executor.start(SumBlueprint(2, trouble={"kind": "sleeps", "rank": 1}))
+    finally:
+        executor.close()
+    said = str(caught.value)
+    assert "no rank has become ready for 5 seconds (parallel.options.load_seconds): " in said
+    assert "rank 1 (" in said
+
+
+def test_a_rank_that_hangs_before_it_has_its_cache_is_told_of():
+    executor = TorchDistributedExecutor(TorchDistributedExecutor.Config())
+    try:
+        reports = executor.start(SumBlueprint(2))
+        os.kill(reports[1].weights["pid"], signal.SIGSTOP)
+        executor.config.load_seconds = 1
+        with pytest.raises(WorkerError, match=r"ready for 1 seconds .*rank 1 .* does not react"):
+            executor.allocate(NUM_BLOCKS, HOST_BLOCKS)
+    finally:
+        executor.close()
+
+
+def test_a_step_that_not_all_ranks_have_is_the_last(monkeypatch):
+    with started(2) as (executor, _):
+        ask, asked = RankProcess.ask, []
+
+        def interrupted(each: RankProcess, message: bytes) -> None:
+            if asked:
+                raise KeyboardInterrupt
+            asked.append(each)
+            ask(each, message)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RankProcess, "ask", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.submit(SumStep([1]))
+        with pytest.raises(WorkerError, match="not all ranks were sent the same"):
+            executor.submit(SumStep([1]))
+
+
+def test_a_step_that_was_interrupted_when_all_ranks_had_it_is_the_last(monkeypatch):
+    """Its output would be taken for the next step's."""
+    with started(2) as (executor, _):
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Crew, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.submit(SumStep([1]))
+        with pytest.raises(WorkerError, match="not all ranks were sent the same"):
+            executor.receive()
+
+
+def test_an_interruption_while_steps_are_waited_for_loses_none():
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with started(1) as (executor, pids):
+        os.kill(pids[0], signal.SIGSTOP)
+        executor.submit(SumStep([1]))
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                executor.receive()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        os.kill(pids[0], signal.SIGCONT)
+        assert executor.receive().token_ids == SumStep([1]).expected(1, 1, 1)
+
+
+def test_what_a_rank_has_printed_is_not_lost(tmp_path: Path):
+    """As by a model's own code, to a log that is a file."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", "import loud; loud.main()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "here is rank 0" in done.stderr
 
 
 def test_a_rank_that_reads_nothing_keeps_nobody_waiting():

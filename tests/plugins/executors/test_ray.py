@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from network_hosts import wait_until
 
 from pageloom.contract import WorkerError
 from pageloom.testing import ExecutorSuite
-from pageloom.testing.executor_model import SumBlueprint, SumStep
+from pageloom.testing.executor_model import HOST_BLOCKS, NUM_BLOCKS, SumBlueprint, SumStep
 from pageloom_executors.ray_executor import RayExecutor, Strategy
 from pageloom_executors.ray_rank import interface_of
 
@@ -70,6 +73,45 @@ class TestRay(ExecutorSuite):
         finally:
             executor.close()
 
+    def test_a_rank_that_hangs_before_it_has_its_cache_is_told_of(self):
+        executor = self.executor()
+        try:
+            reports = executor.start(SumBlueprint(2, 1))
+            os.kill(reports[1].weights["pid"], signal.SIGSTOP)
+            executor.config.load_seconds = 1
+            with pytest.raises(
+                WorkerError,
+                match=r"ready for 1 seconds \(parallel\.options\.load_seconds\): .*rank 1 .* hangs",
+            ):
+                executor.allocate(NUM_BLOCKS, HOST_BLOCKS)
+        finally:
+            executor.close()
+        _wait_until_free(4.0)
+
+    def test_an_interruption_while_steps_are_waited_for_loses_none(self, monkeypatch):
+        def interrupted(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with self.running(2, 1) as running:
+            running.executor.submit(SumStep([1]))
+            with monkeypatch.context() as patch:
+                patch.setattr(ray, "wait", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    running.executor.receive()
+            assert running.executor.receive().token_ids == SumStep([1]).expected(1, 2, 1)
+
+    def test_a_step_that_not_all_ranks_have_is_the_last(self, monkeypatch):
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with self.running(2, 1) as running:
+            with monkeypatch.context() as patch:
+                patch.setattr(ray, "put", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    running.executor.submit(SumStep([1], padding="long" * 100_000))
+            with pytest.raises(WorkerError, match="not all ranks were sent the same"):
+                running.executor.submit(SumStep([1]))
+
     def test_says_what_there_is_no_room_for(self):
         executor = RayExecutor(
             RayExecutor.Config(num_cpus=3, strategy=Strategy.STRICT_PACK, placement_seconds=1)
@@ -99,11 +141,57 @@ def test_a_cluster_of_its_own_ends_with_it():
     assert not ray.is_initialized()
 
 
-def test_without_a_cluster_it_says_how_to_start_one():
-    executor = RayExecutor(RayExecutor.Config())
-    with pytest.raises(WorkerError, match=r"address auto: .*; start one by 'ray start --head'"):
-        executor.start(SumBlueprint(1, 1))
-    executor.close()
+def refusal(address: str) -> str:
+    """What is said of a cluster that cannot be joined."""
+    executor = RayExecutor(RayExecutor.Config(address=address))
+    try:
+        with pytest.raises(WorkerError) as caught:
+            executor.start(SumBlueprint(1, 1))
+    finally:
+        executor.close()
+    return str(caught.value)
+
+
+def test_without_a_cluster_it_says_how_to_start_one(monkeypatch):
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_gcs_addresses", set)  # there may be one of other tests
+    assert re.search(r"address auto: .*; start one by 'ray start --head'", refusal("auto"))
+
+
+@pytest.mark.parametrize("given_by", ["parallel.options.address", "RAY_ADDRESS"])
+def test_an_address_where_nobody_listens_is_told_of_at_once(given_by, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    if given_by == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        address = "auto"
+    assert re.match(
+        rf"no Ray cluster at {given_by} 127\.0\.0\.1:\d+: [\d.]+:\d+ takes no connection "
+        r"\(Connection refused\); start one by 'ray start --head'",
+        refusal(address),
+    )
+
+
+def test_the_address_of_another_service_of_ray_is_refused(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    assert re.search(r"RAY_ADDRESS http:.* must be auto, local or HOST:PORT", refusal("auto"))
+
+
+def test_signals_stay_with_whoever_owns_the_process(monkeypatch):
+    """Though Ray takes SIGTERM before it finds that it cannot start."""
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise ConnectionError("it cannot")
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert "it cannot" in refusal("local")
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
@@ -118,7 +206,8 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
     [
         ({"address": "ray://there:10001"}, "address must be auto, local or HOST:PORT"),
         ({"num_cpus": 0}, "must be above 0"),
-        ({"num_gpus": 2}, "num_gpus above 0 and at most 1"),
+        ({"num_gpus": 2}, "num_gpus must be above 0 and at most 1"),
+        ({"load_seconds": 0}, "load_seconds must be above 0"),
     ],
 )
 def test_options_that_cannot_be(options, said):

@@ -270,9 +270,10 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, case: str) -> None:
         loader.linear([LAYER], FEED, [HIDDEN], False, torch.float32, torch.device("cpu"))
 
 
-def test_groups_that_do_not_divide_the_inputs_are_named(folder: Path) -> None:
-    change_section(folder, lambda section: section.update(group_size=96))
-    with pytest.raises(ValueError, match=r"qweight' .*inputs cannot be cut into .*groups of 96"):
+@pytest.mark.parametrize("size", [96, 1])
+def test_groups_that_do_not_divide_the_inputs_or_are_odd_are_named(folder: Path, size: int) -> None:
+    change_section(folder, lambda section: section.update(group_size=size))
+    with pytest.raises(ValueError, match=rf"qweight' .*cannot be cut into even groups of {size}"):
         logits_of(awq(folder))
 
 

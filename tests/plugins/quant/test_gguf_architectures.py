@@ -261,6 +261,24 @@ def test_the_unsupported_is_refused_by_name(tmp_path: Path) -> None:
         ({"llama.block_count": "three"}, "str in metadata key 'llama.block_count', not int"),
         ({"llama.attention.head_count_kv": 3}, "must divide"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
+        (
+            {"llama.attention.layer_norm_rms_epsilon": math.nan},
+            "nan in metadata key 'llama.attention.layer_norm_rms_epsilon', which must be above 0",
+        ),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "has -1 in metadata key"),
+        ({"llama.rope.freq_base": 0.0}, "has 0 in metadata key 'llama.rope.freq_base'"),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": math.inf},
+            "has inf in metadata key 'llama.rope.scaling.factor'",
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.attn_factor": math.nan,
+            },
+            "has nan in metadata key 'llama.rope.scaling.attn_factor'",
+        ),
         ({"tokenizer.ggml.tokens": ["a"] * 97}, "97 tokens but only 96 embeddings"),
         ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.eos_token_id": 1}, "outside its 1"),
     ],
@@ -295,6 +313,22 @@ def test_a_tensor_that_cannot_be_used_is_named(tmp_path: Path, change, message: 
     with pytest.raises(ValueError, match=r"a\.gguf ") as raised:
         dict(GGUFLoader(GGUFLoader.Config(), str(path)).tensors())
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("dimensions", [0, 3, 16])
+def test_a_rotation_that_no_head_can_have_is_named(tmp_path: Path, dimensions: int) -> None:
+    keys = {"phi3.rope.dimension_count": dimensions}
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(Phi3Config(**SIZES)), "phi3", keys)
+    with pytest.raises(ValueError, match=rf"a\.gguf rotates {dimensions} dimensions .* 2 to 8"):
+        GGUFLoader(GGUFLoader.Config(), str(path)).model_config()
+
+
+def test_frequencies_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.ones(4, dtype=np.int32)}
+    path = tmp_path / "a.gguf"
+    write_gguf(path, tiny_model(LlamaConfig(**SIZES)), "llama", extra=extra)
+    with pytest.raises(ValueError, match=r"a\.gguf has type I32 in tensor 'rope_freqs\.weight'"):
+        GGUFLoader(GGUFLoader.Config(), str(path)).model_config()
 
 
 def test_a_tensor_that_the_architecture_lacks_is_named(tmp_path: Path) -> None:

@@ -77,3 +77,27 @@ def test_importing_the_loader_imports_no_torch() -> None:
     code = "import sys, pageloom_quant.gguf; print('torch' in sys.modules, 'gguf' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["b.gguf", "a.gguf", "c.bin"], r"is a folder, .* as model\.path: a\.gguf, b\.gguf$"),
+        ([f"{n}.gguf" for n in range(7)], r"4\.gguf and 2 more$"),
+        (["model.safetensors"], r"is a folder without \.gguf files, .* model\.loader to auto$"),
+    ],
+)
+def test_of_a_folder_it_is_said_which_files_could_be_read(
+    tmp_path: Path, files: list[str], message: str
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message) as raised:
+        GGUFLoader(GGUFLoader.Config(), str(tmp_path)).model_config()
+    assert str(raised.value).startswith(f"{tmp_path} is a folder")
+
+
+def test_what_does_not_exist_is_said_to_be_no_file(tmp_path: Path) -> None:
+    loader = GGUFLoader(GGUFLoader.Config(), str(tmp_path / "none.gguf"))
+    with pytest.raises(ValueError, match=r"none\.gguf does not exist; model\.path must name a \.g"):
+        loader.tokenizer()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from pageloom_quant.gguf import GGUFLoader
-from pageloom_quant.gguf.reader import GGUFFile
+from pageloom_quant.gguf.reader import MAX_ITEMS, GGUFFile
 
 
 def small_file(path: Path) -> Path:
@@ -154,6 +154,15 @@ def test_damage_is_one_clear_error(tmp_path: Path, data: bytes, message: str) ->
     with pytest.raises(ValueError, match=r"bad\.gguf ") as raised:
         GGUFFile(path)
     assert message in str(raised.value)
+
+
+def test_a_list_of_more_items_than_memory_should_hold_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    with path.open("wb") as file:
+        file.write(header(keys=1) + text("k") + struct.pack("<IIQ", 9, 0, MAX_ITEMS + 1))
+        file.truncate(MAX_ITEMS + 1000)
+    with pytest.raises(ValueError, match=r"long\.gguf has 16,777,217 items in a list, and more"):
+        GGUFFile(path)
 
 
 def test_every_cut_of_a_file_is_refused(small: Path, tmp_path: Path) -> None:

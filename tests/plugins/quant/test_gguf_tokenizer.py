@@ -238,6 +238,12 @@ def test_the_option_is_refused_where_it_means_nothing(tmp_path: Path) -> None:
         ({"merges": None}, "no metadata key 'tokenizer.ggml.merges'"),
         ({"merges": ["a zz"]}, "tokenizer.ggml.merges that do not fit"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges that do not fit"),
+        ({"merges": [1]}, "a list of int in metadata key 'tokenizer.ggml.merges', not of str"),
+        ({"tokens": [1.5] * 261}, "a list of float in metadata key 'tokenizer.ggml.tokens'"),
+        (
+            {"model": "llama", "scores": ["a"] * 261},
+            "a list of str in metadata key 'tokenizer.ggml.scores', not of float or int",
+        ),
         ({"tokens": ["a", "a"]}, "a token twice"),
         ({"token_type": [1, 1]}, "2 tokenizer.ggml.token_type for 261 tokens"),
         ({"bos_token_id": 261}, "261 in metadata key 'tokenizer.ggml.bos_token_id'"),

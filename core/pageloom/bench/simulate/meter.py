@@ -115,6 +115,7 @@ class Meter:
         counts["sequences"] += work.sequences
         if plan.preempted:
             counts["preemptions"] += len(plan.preempted)
+            counts["swapped_blocks"] += len(plan.swapped_out)
         if self._per_tenant:
             for request in plan.admitted:
                 self._leaves(request.user)

@@ -181,6 +181,11 @@ def notes(report: Report) -> Iterator[str]:
         )
     if any(outcome.measured.rejected for outcome in report.outcomes):
         yield "Refused: server.max_waiting requests were waiting already; null is for no limit."
+    if any(outcome.measured.counts["swapped_blocks"] for outcome in report.outcomes):
+        yield (
+            "Blocks were swapped, which takes no time in simulations: preemptions look too cheap. "
+            "scheduler.preemption_mode recompute counts what they cost."
+        )
 
 
 def as_json(report: Report) -> dict[str, Any]:

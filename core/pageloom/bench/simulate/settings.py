@@ -9,7 +9,8 @@ import numpy as np
 
 from pageloom.bench.simulate.load import Load
 from pageloom.config import Config, build_options
-from pageloom.contract import Scheduler
+from pageloom.config.schema import KVCacheConfig
+from pageloom.contract import Scheduler, WorkerReport
 from pageloom.contract.costs import StepCosts, StepProfile
 from pageloom.engine.limits import limits_of
 from pageloom.errors import PageloomError
@@ -75,21 +76,18 @@ def profile_of(config: Config, given: str | None) -> StepProfile:
 
 
 def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
-    """The engine that a configuration from `load_config` makes, on the profile's machine."""
+    """The engine that a configuration from `load_config` makes, on the profile's machine.
+
+    Raises `PageloomError` where the profile says nothing of such an engine, or no block fits.
+    """
+    _check_quantizer(config.kv_cache.quantizer, profile, name)
     scheduler, cache, worker = config.scheduler, config.kv_cache, profile.worker
     chosen: type[Scheduler] = config.loaded_plugins.get("scheduler", scheduler.policy)
     block_size = cache.block_size or worker.block_size
-    bytes_per_block = max(1, worker.bytes_per_block * block_size // worker.block_size)
+    bytes_per_block = _bytes_per_block(worker, block_size)
     longest = config.model.max_model_len or worker.max_model_len
     most = scheduler.max_num_seqs * blocks_for(longest, block_size)
-    if cache.num_blocks is not None:
-        num_blocks = cache.num_blocks
-    elif cache.memory_bytes is not None:
-        num_blocks = cache.memory_bytes // bytes_per_block
-        if not cache.enable_prefix_caching:  # more are of no use then
-            num_blocks = min(num_blocks, most)
-    else:
-        num_blocks = worker.num_blocks * worker.block_size // block_size
+    num_blocks = _num_blocks(cache, worker, block_size, most)
     if num_blocks < 1:
         raise PageloomError(
             f"{name}: no KV block of {bytes_per_block:,} bytes fits; raise kv_cache.memory or "
@@ -106,3 +104,34 @@ def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
         config.server.max_waiting,
         profile.costs,
     )
+
+
+def _bytes_per_block(worker: WorkerReport, block_size: int) -> int:
+    return max(1, worker.bytes_per_block * block_size // worker.block_size)
+
+
+def _num_blocks(cache: KVCacheConfig, worker: WorkerReport, block_size: int, most: int) -> int:
+    """As many as the configuration says, or as the profile's machine has; 0 if none fits. ``most``
+    are of use without prefix caching."""
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory_bytes is None:
+        return worker.num_blocks * worker.block_size // block_size
+    if not worker.bytes_per_block:
+        raise PageloomError(
+            f"kv_cache.memory is {cache.memory}, but the profile does not say how many bytes a "
+            "block takes; set kv_cache.num_blocks instead"
+        )
+    fitting = cache.memory_bytes // _bytes_per_block(worker, block_size)
+    return fitting if cache.enable_prefix_caching else min(fitting, most)
+
+
+def _check_quantizer(wanted: str | None, profile: StepProfile, name: str) -> None:
+    """A block of another format takes another number of bytes, and steps another time."""
+    measured = profile.measured.get("quantizer")
+    if measured != wanted:
+        raise PageloomError(
+            f"{name}: kv_cache.quantizer is {wanted or 'null'}, but the profile was measured with "
+            f"{measured or 'null'}; set it to that, or give a profile that pageloom bench "
+            f"profile made with kv_cache.quantizer={wanted or 'null'}"
+        )

@@ -64,7 +64,7 @@ def model_config(file: GGUFFile) -> PretrainedConfig:
         "num_key_value_heads": sizes["kv_heads"],
         "head_dim": sizes["head"],
         "max_position_embeddings": file.positive(f"{prefix}.context_length"),
-        eps_field: file.require(f"{prefix}.{eps_key}", float),
+        eps_field: file.factor(f"{prefix}.{eps_key}"),
         "rope_parameters": rope_parameters(file, sizes["head"]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": _token_id(file, "bos"),
@@ -121,7 +121,7 @@ def _special_fields(
         }
         if name == "gemma2":
             for field in ("attn_logit_softcapping", "final_logit_softcapping"):
-                fields[field] = file.require(f"{name}.{field}", float)
+                fields[field] = file.factor(f"{name}.{field}")
         else:
             fields["layer_types"] = _gemma3_layers(file, sizes["layers"])
             fields["rope_parameters"] = _gemma3_rope(file, sizes["head"])
@@ -141,7 +141,7 @@ def _gemma3_layers(file: GGUFFile, layers: int) -> list[str]:
 
 
 def _gemma3_rope(file: GGUFFile, head: int) -> dict[str, Any]:
-    local = file.get("gemma3.rope.freq_base_swa", float, GEMMA3_LOCAL_FREQ_BASE)
+    local = file.factor("gemma3.rope.freq_base_swa", GEMMA3_LOCAL_FREQ_BASE)
     return {
         "full_attention": rope_parameters(file, head),
         "sliding_attention": {"rope_type": "default", "rope_theta": local},

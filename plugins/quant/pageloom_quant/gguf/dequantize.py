@@ -13,6 +13,8 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType
 
+from pageloom_quant.gguf.reader import GGUFFile
+
 PLAIN = {
     GGMLQuantizationType.F64: torch.float64,
     GGMLQuantizationType.F32: torch.float32,
@@ -33,6 +35,18 @@ def dequantize(rows: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
         size, unpack = BLOCKS[kind]
         return unpack(rows.view(-1, size)).view(rows.shape[0], -1)
     return torch.from_numpy(gguf.dequantize(rows.numpy(), kind))
+
+
+def read_rows(file: GGUFFile, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """`dequantize` of rows of the tensor ``name``. Raises `ValueError` that names it if its type
+    holds no weights."""
+    kind = file.tensors[name].type
+    try:
+        return dequantize(rows, kind)
+    except NotImplementedError:
+        raise file.error(
+            f"has type {kind.name} in tensor {name!r}, which cannot be unpacked"
+        ) from None
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+LISTED = 5  # files of a folder, in a message
 
 
 class GGUFLoader(WeightLoader):
@@ -129,7 +130,9 @@ class GGUFLoader(WeightLoader):
     def _file(self) -> GGUFFile:
         from pageloom_quant.gguf.reader import GGUFFile
 
-        return GGUFFile(self.path)
+        if not (path := Path(self.path)).is_file():
+            raise ValueError(f"{path} {_why_no_file(path)}")
+        return GGUFFile(path)
 
     @cached_property
     def _slots(self) -> dict[str, Slot]:
@@ -210,23 +213,17 @@ class GGUFLoader(WeightLoader):
 
     def _read(self, slot: Slot, part: Slice | None = None) -> torch.Tensor:
         """One tensor, or a part of it, as Hugging Face has it."""
-        from pageloom_quant.gguf.dequantize import PLAIN, dequantize
+        from pageloom_quant.gguf.dequantize import PLAIN, read_rows
 
-        kind = self._file.tensors[slot.source].type
         rows, start = self._around(slot, part)
-        try:
-            tensor = dequantize(rows, kind)
-        except NotImplementedError:
-            raise self._file.error(
-                f"has type {kind.name} in tensor {slot.source!r}, which cannot be unpacked"
-            ) from None
+        tensor = read_rows(self._file, slot.source, rows)
         if part is None:
             tensor = tensor.reshape(slot.shape)
         elif part.dim == 0:
             tensor = tensor.reshape(-1, *slot.shape[1:])
         else:
             tensor = tensor.narrow(1, start, part.stop - part.start)
-        if kind not in PLAIN:
+        if self._file.tensors[slot.source].type not in PLAIN:
             self._require_finite(slot, tensor)
         return tensor - 1 if slot.norm_offset else tensor
 
@@ -238,3 +235,21 @@ class GGUFLoader(WeightLoader):
                 f"has scales in the {kind.name} blocks of tensor {slot.source!r} that are not "
                 "finite: it is damaged"
             )
+
+
+def _why_no_file(path: Path) -> str:
+    """What stands where a GGUF file should, and what to give instead."""
+    if not path.is_dir():
+        what = "is not a file" if path.exists() else "does not exist"
+        return f"{what}; model.path must name a .gguf file for the loader 'gguf'"
+    files = sorted(file.name for file in path.glob("*.gguf") if file.is_file())
+    if not files:
+        return (
+            "is a folder without .gguf files, and the loader 'gguf' reads one such file; name one "
+            "as model.path, or set model.loader to auto"
+        )
+    more = f" and {len(files) - LISTED} more" if len(files) > LISTED else ""
+    return (
+        "is a folder, and the loader 'gguf' reads one file; name one of those in it as model.path: "
+        f"{', '.join(files[:LISTED])}{more}"
+    )

@@ -25,6 +25,9 @@ MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32  # bytes
 MAX_DIMS = 4
+MAX_ITEMS = 1 << 24
+"""Of a list: far more than any vocabulary has, and few enough to be held as Python objects."""
+FLOAT32 = torch.finfo(torch.float32)
 SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -111,6 +114,26 @@ class GGUFFile:
             raise self.error(f"has {value} in metadata key {key!r}, which must be at least 1")
         return value
 
+    def factor(self, key: str, default: float | None = None) -> float:
+        """The number of ``key``, or ``default`` if there is one and the key is absent. Raises
+        `ValueError` when it is not above 0 and finite, in float32."""
+        value = self.require(key, float) if default is None else self.get(key, float, default)
+        if not FLOAT32.tiny <= value <= FLOAT32.max:
+            raise self.error(
+                f"has {value:g} in metadata key {key!r}, which must be above 0 and finite"
+            )
+        return value
+
+    def items(self, key: str, *kinds: type) -> list[Any]:
+        """The list of ``key``. Raises `ValueError` when it is absent, or holds another type."""
+        values = self.require(key, list)
+        if others := {type(value) for value in values}.difference(kinds):
+            raise self.error(
+                f"has a list of {others.pop().__name__} in metadata key {key!r}, not of "
+                f"{' or '.join(kind.__name__ for kind in kinds)}"
+            )
+        return values
+
     def rows(self, name: str) -> torch.Tensor:
         """The stored bytes of a tensor, ``uint8 [rows, bytes per row]``; a row holds whole blocks.
 
@@ -155,6 +178,11 @@ class GGUFFile:
             return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
         item = GGUFValueType(self._scalar("I"))
         count = self._scalar("Q")
+        self._need(count)  # each takes a byte at least
+        if count > MAX_ITEMS:
+            raise self.error(
+                f"has {count:,} items in a list, and more than {MAX_ITEMS:,} cannot be"
+            )
         if item is GGUFValueType.STRING:
             return self._strings(count)
         return list(self._array(SCALARS[item], count))

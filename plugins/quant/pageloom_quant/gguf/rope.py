@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pageloom_quant.gguf.dequantize import dequantize
+from pageloom_quant.gguf.dequantize import read_rows
 from pageloom_quant.gguf.reader import GGUFFile
 
 LLAMA_CPP_FREQ_BASE = 10000.0  # what its files mean when they do not say
@@ -24,12 +24,17 @@ def rope_parameters(file: GGUFFile, head_size: int) -> dict[str, Any]:
     scaling = f"{prefix}.rope.scaling"
     rotary = file.get(f"{prefix}.rope.dimension_count", int, head_size)
     parameters: dict[str, Any] = {
-        "rope_theta": file.get(f"{prefix}.rope.freq_base", float, LLAMA_CPP_FREQ_BASE)
+        "rope_theta": file.factor(f"{prefix}.rope.freq_base", LLAMA_CPP_FREQ_BASE)
     }
     if rotary != head_size:
         if prefix != "phi3":
             raise file.error(
                 f"rotates {rotary} of {head_size} dimensions of a head, which {prefix} does not"
+            )
+        if not 2 <= rotary <= head_size or rotary % 2:
+            raise file.error(
+                f"rotates {rotary} dimensions of a head, which must be even and from 2 to "
+                f"{head_size}"
             )
         parameters["partial_rotary_factor"] = rotary / head_size
     trained = original = file.positive(f"{prefix}.context_length")
@@ -40,7 +45,7 @@ def rope_parameters(file: GGUFFile, head_size: int) -> dict[str, Any]:
             "rope_type": "longrope",
             "long_factor": _factors(file, "rope_factors_long.weight", rotary),
             "short_factor": _factors(file, "rope_factors_short.weight", rotary),
-            "attention_factor": file.get(f"{scaling}.attn_factor", float, 1.0),
+            "attention_factor": file.factor(f"{scaling}.attn_factor", 1.0),
             "factor": trained / original,
             "original_max_position_embeddings": original,
         }
@@ -68,20 +73,18 @@ def _scaling(file: GGUFFile, kind: str, original: int) -> dict[str, Any]:
             f"has rope scaling {kind!r} without its tensors; none, linear and yarn need no tensors"
         )
     prefix = f"{file.require('general.architecture', str)}.rope.scaling"
-    factor = file.require(f"{prefix}.factor", float)
-    if factor <= 0:
-        raise file.error(f"has rope scaling factor {factor}, which must be positive")
+    factor = file.factor(f"{prefix}.factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     # YaRN (arXiv 2309.00071), section 3.4: attention grows with the logarithm of the factor.
-    attention = file.get(f"{prefix}.attn_factor", float, 1.0) * (0.1 * math.log(factor) + 1.0)
+    attention = file.factor(f"{prefix}.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0)
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
         "attention_factor": attention,
-        "beta_fast": file.get(f"{prefix}.yarn_beta_fast", float, 32.0),
-        "beta_slow": file.get(f"{prefix}.yarn_beta_slow", float, 1.0),
+        "beta_fast": file.factor(f"{prefix}.yarn_beta_fast", 32.0),
+        "beta_slow": file.factor(f"{prefix}.yarn_beta_slow", 1.0),
     }
 
 
@@ -94,7 +97,7 @@ def _factors(file: GGUFFile, name: str, rotary: int) -> list[float]:
             f"has shape {list(info.shape)} in tensor {name!r}, where its metadata gives "
             f"[{rotary // 2}]"
         )
-    factors = dequantize(file.rows(name), info.type).flatten().to(torch.float32)
+    factors = read_rows(file, name, file.rows(name)).flatten().to(torch.float32)
     if not bool((factors > 0).all()):
         raise file.error(f"has factors in tensor {name!r} that are not positive")
     return factors.tolist()

@@ -82,7 +82,7 @@ def _pre_tokenizer(file: GGUFFile, pre: str | None) -> PreTokenizer:
 
 def _byte_level(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
     merges = []
-    for merge in file.require("tokenizer.ggml.merges", list):
+    for merge in file.items("tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     backend = Tokenizer(_bpe(file, merges, ignore_merges=pre.whole_words))
@@ -100,7 +100,7 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
     As in llama.cpp, the prefix space goes before every stretch of text between special tokens.
     """
     tokens = _tokens(file)
-    types, scores = _types(file), file.require("tokenizer.ggml.scores", list)
+    types, scores = _types(file), file.items("tokenizer.ggml.scores", float, int)
     if len(scores) != len(tokens):
         raise file.error(f"has {len(scores)} tokenizer.ggml.scores for {len(tokens)} tokens")
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL}
@@ -179,7 +179,7 @@ def _named_tokens(file: GGUFFile) -> dict[str, str]:
 
 
 def _tokens(file: GGUFFile) -> list[str]:
-    return file.require("tokenizer.ggml.tokens", list)
+    return file.items("tokenizer.ggml.tokens", str)
 
 
 def _types(file: GGUFFile) -> list[int]:

@@ -46,6 +46,10 @@ class StaticQuantizer(KVQuantizer):
         self._given: dict[Kind, float | None] = {"k": config.k_scale, "v": config.v_scale}
         self._scales: dict[tuple[int, Kind], float] = {}
 
+    @property
+    def wants_scales(self) -> bool:
+        return None in self._given.values()
+
     def set_scales(self, num_layers: int, scales: Mapping[tuple[int, Kind], float]) -> None:
         for (layer, kind), scale in scales.items():
             if self._given[kind] is not None:
