@@ -10,7 +10,7 @@ import pytest
 
 import distributions
 from distributions import source
-from pageloom.contract import CONTRACT_VERSION, Scheduler
+from pageloom.contract import CONTRACT_VERSION, Scheduler, hookimpl
 from pageloom.plugins import ComponentEntry, PluginError, Plugins, UnknownPluginError, blame
 
 site = distributions.site
@@ -320,12 +320,25 @@ def test_a_component_that_exits_is_named():
         _quit()
 
 
+class Interrupted:
+    """An observer in whose middle the process is told to end."""
+
+    @hookimpl
+    def engine_started(self, info):
+        signal.raise_signal(signal.SIGUSR1)
+
+
 @pytest.mark.parametrize("handler", [_quit, _quit_by_name, _Owner().quit])
 def test_a_signal_that_ends_the_process_is_not_the_fault_of_whoever_runs(handler):
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(SystemExit) as caught, blame("scheduler", "lifo"):
             signal.raise_signal(signal.SIGUSR1)
+        assert caught.value.code == 3
+        plugins = Plugins()
+        plugins.register_observer(Interrupted())
+        with pytest.raises(SystemExit):
+            plugins.notify("engine_started", info=None)
+        assert plugins.observes("engine_started")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert caught.value.code == 3

@@ -172,6 +172,7 @@ class Plugins:
             module = importlib.import_module(module_name)
             target = getattr(module, class_name, None)
         except (Exception, SystemExit) as error:
+            _pass_on_signals(error)
             reason = f"cannot be imported: {one_line(error)}"
             raise PluginError(f"{owner} {reason}", reason) from error
         base = KINDS[kind]
@@ -230,6 +231,7 @@ class Plugins:
             try:
                 observer.call(**values)
             except (Exception, SystemExit) as error:
+                _pass_on_signals(error)
                 log.error(
                     "plugin %s raised in %s and is not called again: %s",
                     observer.name,
@@ -247,6 +249,7 @@ class Plugins:
         except PluginRefusedError as error:
             return self._fail(info, str(error), "")
         except (Exception, SystemExit) as error:
+            _pass_on_signals(error)
             return self._fail(info, one_line(error), traceback.format_exc())
         try:
             self._register(module, f"{info.package}:{info.name}")
@@ -258,6 +261,7 @@ class Plugins:
             self._manager.unregister(module)
             self._fail(info, str(error), "", fatal=True)
         except (Exception, SystemExit) as error:
+            _pass_on_signals(error)
             self._manager.unregister(module)
             self._fail(info, one_line(error), traceback.format_exc())
         else:
@@ -342,26 +346,24 @@ class Plugins:
 
 @contextmanager
 def blame(kind: str, name: str) -> Iterator[None]:
-    """Name the component in whatever its code raises, as a `PluginError`. That is a `SystemExit`
-    too, unless it comes from a signal handler, which may run in the middle of any code."""
+    """Name the component in whatever its code raises, as a `PluginError`."""
     try:
         yield
     except PageloomError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and _is_by_signal(error):
-            raise
+        _pass_on_signals(error)
         raise PluginError(f"{label(kind)} {name!r} failed: {one_line(error)}") from error
 
 
-def _is_by_signal(error: BaseException) -> bool:
-    """Whether a signal handler raised it: those are called with the frame that they interrupt."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+def _pass_on_signals(error: BaseException) -> None:
+    """Raise again a `SystemExit` that a signal handler raised, in the middle of a plugin's code:
+    handlers are called with the frame that they interrupt."""
+    for frame, _ in traceback.walk_tb(error.__traceback__ if type(error) is SystemExit else None):
         for value in frame.f_locals.values():
             given = value if isinstance(value, tuple) else (value,)  # as of `lambda *_: ...`
             if any(isinstance(each, FrameType) and each is frame.f_back for each in given):
-                return True
-    return False
+                raise error
 
 
 def label(kind: str) -> str:
