@@ -23,7 +23,7 @@ def read(parts, seconds):
             now += seconds
             yield part
 
-    return asyncio.run(read_body(stream(), CONFIG, lambda: now))
+    return asyncio.run(read_body(stream(), CONFIG, clock=lambda: now))
 
 
 def test_a_large_body_may_take_longer_than_any_pause():
