@@ -49,3 +49,15 @@ def test_without_room_for_swapping_there_are_no_host_blocks(tmp_path, room):
     assert capacity.count_host_blocks(config, **BLOCK) == 0
     config = load_config(write_engine(tmp_path), ["kv_cache.swap_space=8KiB"])
     assert capacity.count_host_blocks(config, **BLOCK) == 2
+
+
+def test_engines_of_one_machine_share_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(capacity, "_physical_memory", lambda device: 1 << 30)
+    path, long = write_engine(tmp_path), BLOCK | {"max_model_len": 1 << 40}
+    found = []
+    for replicas in (1, 4):
+        given = ["kv_cache.num_blocks=null", f"parallel.replicas={replicas}"]
+        config = load_config(path, ["kv_cache.memory=null", *given])
+        found.append(capacity.count_blocks(config, None, device=torch.device("cpu"), **long))
+    alone, one_of_four = (each.num_blocks for each in found)
+    assert alone // 4 == one_of_four > 0

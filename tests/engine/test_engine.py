@@ -11,7 +11,7 @@ from pageloom.contract import hookimpl
 from pageloom.engine.stats import EngineStats
 from pageloom.errors import PageloomError
 from pageloom.scheduling import PolicyError, RequestTooLargeError
-from tiny_model import write_model
+from tiny_model import write_engine, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "def fibonacci(n):"]
@@ -31,11 +31,12 @@ def test_the_model_answers(engine):
     assert output.outputs[0].token_ids[-1] in engine.eos_token_ids
 
 
-@pytest.mark.parametrize("key", ["parallel__replicas", "parallel__max_replicas"])
-def test_replicas_are_for_the_server(build, caplog, key):
-    build()
+@pytest.mark.parametrize("key", ["parallel.replicas", "parallel.max_replicas"])
+def test_replicas_are_for_the_server(tmp_path, caplog, key):
+    config = write_engine(tmp_path)
+    Engine.from_config(config)
     assert "replicas" not in caplog.text
-    build(**{key: 3})
+    Engine.from_config(config, [f"{key}=3"])
     assert "are for 'pageloom serve'" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from server_process import PATIENCE, ServerProcess, start_server, wait_for
 from pageloom import SamplingParams
 from pageloom.config import load_config
 from pageloom.errors import PageloomError
+from pageloom.serve import worker
 from pageloom.serve.engines import make_engines
 from pageloom.serve.replicas_cards import environments, visible_cards
 
@@ -195,3 +197,19 @@ def test_cards_are_those_that_cuda_finds(monkeypatch, given, found, cards):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     monkeypatch.setattr("torch.cuda.device_count", lambda: found)
     assert visible_cards() == cards
+
+
+def test_an_engine_knows_of_the_others_that_the_server_makes(config, monkeypatch, caplog):
+    """So that it leaves them their part of the memory."""
+    built = []
+
+    def assemble(config):
+        built.append(config.parallel.most_replicas)
+        raise PageloomError("no more is needed")
+
+    monkeypatch.setattr("pageloom.engine.assemble.assemble", assemble)
+    near, far = socket.socketpair()
+    with near, far:
+        assert worker.serve(near, str(config), ["parallel.replicas=3"]) == 2
+    assert built == [3]
+    assert caplog.records == []

@@ -29,8 +29,6 @@ def assemble(config: Config) -> Engine:
 
     Raises `PageloomError` for what cannot be built.
     """
-    if config.parallel.most_replicas > 1:
-        log.warning("parallel.replicas and max_replicas are for 'pageloom serve': this is 1 engine")
     plugins = config.loaded_plugins
     source = open_model(config, plugins)
     if config.parallel.world_size > 1:

@@ -65,8 +65,11 @@ class Engine:
         plugins.notify("engine_started", info=info)
 
     @classmethod
-    def from_config(cls, path: str | Path, overrides: Sequence[str] = ()) -> Engine:
+    def from_config(
+        cls, path: str | Path, overrides: Sequence[str] = (), *, by_server: bool = False
+    ) -> Engine:
         """Build the engine that a YAML file describes; ``overrides`` are ``"section.key=value"``.
+        Unless it is ``by_server``, which makes all replicas, a warning says that this is one.
 
         Raises `ConfigError`, which lists every problem of the configuration, and other
         `PageloomError` if a model or plugin it names cannot be used.
@@ -79,6 +82,10 @@ class Engine:
             from pageloom.engine.assemble import assemble
 
             config = load_config(path, overrides)
+            if config.parallel.most_replicas > 1 and not by_server:
+                log.warning(
+                    "parallel.replicas and max_replicas are for 'pageloom serve': this is 1 engine"
+                )
             return assemble(config)
         finally:
             if collecting:

@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
 CHECK_MILLISECONDS = 1000  # how often somebody who has nothing to do looks after the workers
-ALONE = ("parallel.replicas=1", "parallel.max_replicas=null")  # the server makes the others
 MAX_FAILURES = 3  # steps in a row: such as after a GPU's context is lost, none will succeed
 
 
@@ -229,7 +228,7 @@ def main() -> None:
 def serve(connection: socket.socket, config: str, overrides: list[str]) -> int:
     """Load the engine and serve; the exit code."""
     try:
-        engine = Engine.from_config(config, [*overrides, *ALONE])
+        engine = Engine.from_config(config, overrides, by_server=True)
         load_guides(engine)
     except Exception as error:
         expected = isinstance(error, PageloomError)
