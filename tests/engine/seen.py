@@ -20,3 +20,19 @@ class Seen:
     @hookimpl
     def request_finished(self, record):
         self.cached += record.cached_tokens
+
+
+class Records:
+    """Whatever an engine tells of its steps and requests."""
+
+    def __init__(self, engine):
+        self.steps, self.requests = [], []
+        engine.plugins.register_observer(self)
+
+    @hookimpl
+    def step_finished(self, record):
+        self.steps.append(record)
+
+    @hookimpl
+    def request_finished(self, record):
+        self.requests.append(record)

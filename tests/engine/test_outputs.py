@@ -5,35 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from seen import Records
 
 from pageloom import AsyncEngine, SamplingParams
-from pageloom.contract import hookimpl
 
 PROMPT = "Once upon a time"
 LONG = [*range(100, 180)]
 
 
-class Records:
-    """Keeps what observers are told."""
-
-    def __init__(self):
-        self.steps = []
-        self.requests = []
-
-    @hookimpl
-    def step_finished(self, record):
-        self.steps.append(record)
-
-    @hookimpl
-    def request_finished(self, record):
-        self.requests.append(record)
-
-
 @pytest.fixture
 def records(engine):
-    records = Records()
-    engine.plugins.register_observer(records)
-    return records
+    return Records(engine)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from seen import Records
 
 from pageloom import SamplingParams
-from pageloom.contract import Alone, Rank, hookimpl
+from pageloom.contract import Alone, Rank
 from pageloom.engine import capacity
 from pageloom.errors import PageloomError
 from pageloom_executors.local import LocalExecutor
@@ -36,22 +37,6 @@ class Ahead(LocalExecutor):
 
     def receive(self):
         return self.blueprint.unpack(self.worker.run_packed(self.messages.popleft()))
-
-
-class Records:
-    """Whatever is told of steps and requests."""
-
-    def __init__(self, engine):
-        self.steps, self.requests = [], []
-        engine.plugins.register_observer(self)
-
-    @hookimpl
-    def step_finished(self, record):
-        self.steps.append(record)
-
-    @hookimpl
-    def request_finished(self, record):
-        self.requests.append(record)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pageloom.commands.files import make_folder, require_folder_of, write_file
-from pageloom.commands.options import JSONOption, OutputOption
+from pageloom.commands.options import JSONOption, OutputOption, set_option
 from pageloom.errors import PageloomError
 
 if TYPE_CHECKING:
@@ -24,16 +24,7 @@ MatrixArgument = Annotated[
 
 def attention(
     path: MatrixArgument,
-    overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a key, such as seed=1.",
-            default_factory=list,
-            show_default=False,
-        ),
-    ],
+    overrides: Annotated[list[str], set_option("seed=1")],
     baseline: Annotated[
         str, typer.Option(metavar="NAME", help="The backend that others are measured against.")
     ] = "torch_paged",

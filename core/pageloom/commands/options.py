@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,16 +14,20 @@ ConfigsArgument = Annotated[
     list[str],
     typer.Argument(metavar="CONFIG...", help="YAML files; the first is the baseline."),
 ]
-SetOption = Annotated[
-    list[str],
-    typer.Option(
+
+
+def set_option(example: str) -> Any:
+    """``--set``, of a command whose YAML has the key of ``example``."""
+    return typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key, such as runtime.seed=1.",
+        help=f"Override a key, such as {example}.",
         default_factory=list,
         show_default=False,
-    ),
-]
+    )
+
+
+SetOption = Annotated[list[str], set_option("runtime.seed=1")]
 
 # The load of a benchmark, each None if it was not given.
 

@@ -141,6 +141,17 @@ class StepProfile:
     measured: Mapping[str, Any]
     """How: the machine, the model, the points and how well the costs fit them. For people."""
 
+    def check_quantizer(self, wanted: str | None, name: str = "the profile") -> None:
+        """Raise `ValueError` if the steps were measured with another KV format: a block of another
+        takes another number of bytes, and steps another time."""
+        measured = self.measured.get("quantizer")
+        if measured != wanted:
+            raise ValueError(
+                f"kv_cache.quantizer is {wanted or 'null'}, but {name} was measured with "
+                f"{measured or 'null'}; set it to that, or give a profile that pageloom bench "
+                f"profile made with kv_cache.quantizer={wanted or 'null'}"
+            )
+
     def write(self, path: Path) -> None:
         """Raises `OSError`."""
         content = {

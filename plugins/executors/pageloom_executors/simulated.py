@@ -144,7 +144,14 @@ def _report(
     """By the executor's options, or else the configuration's values, by section, or else the
     profile. Raises `ValueError` for values that cannot be honoured."""
     model, cache = values.get("model", {}), values.get("kv_cache", {})
-    _check_quantizer(cache.get("quantizer"), options.profile, profile)
+    wanted = cache.get("quantizer")
+    if profile is not None:
+        profile.check_quantizer(wanted, f"the profile {options.profile}")
+    elif wanted is not None:
+        raise ValueError(
+            f"kv_cache.quantizer is {wanted}, but without a profile the simulated executor "
+            "knows of no KV format; set it to null, or give a profile measured with it"
+        )
     block_size = options.block_size or cache.get("block_size")
     num_blocks = options.num_blocks or cache.get("num_blocks")
     if profile is None:
@@ -166,22 +173,6 @@ def _report(
             "kv_cache.block_size"
         )
     return report
-
-
-def _check_quantizer(wanted: str | None, path: str | None, profile: StepProfile | None) -> None:
-    if profile is None:
-        if wanted is not None:
-            raise ValueError(
-                f"kv_cache.quantizer is {wanted}, but without a profile the simulated executor "
-                "knows of no KV format; set it to null, or give a profile measured with it"
-            )
-        return
-    measured = profile.measured.get("quantizer")
-    if measured != wanted:
-        raise ValueError(
-            f"kv_cache.quantizer is {wanted or 'null'}, but the profile {path} was measured with "
-            f"{measured or 'null'}; set it to that, or give another profile"
-        )
 
 
 def _in_blocks_of(size: int, worker: WorkerReport) -> WorkerReport:

@@ -80,7 +80,10 @@ def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
 
     Raises `PageloomError` where the profile says nothing of such an engine, or no block fits.
     """
-    _check_quantizer(config.kv_cache.quantizer, profile, name)
+    try:
+        profile.check_quantizer(config.kv_cache.quantizer)
+    except ValueError as error:
+        raise PageloomError(f"{name}: {error}") from error
     scheduler, cache, worker = config.scheduler, config.kv_cache, profile.worker
     chosen: type[Scheduler] = config.loaded_plugins.get("scheduler", scheduler.policy)
     block_size = cache.block_size or worker.block_size
@@ -124,14 +127,3 @@ def _num_blocks(cache: KVCacheConfig, worker: WorkerReport, block_size: int, mos
         )
     fitting = cache.memory_bytes // _bytes_per_block(worker, block_size)
     return fitting if cache.enable_prefix_caching else min(fitting, most)
-
-
-def _check_quantizer(wanted: str | None, profile: StepProfile, name: str) -> None:
-    """A block of another format takes another number of bytes, and steps another time."""
-    measured = profile.measured.get("quantizer")
-    if measured != wanted:
-        raise PageloomError(
-            f"{name}: kv_cache.quantizer is {wanted or 'null'}, but the profile was measured with "
-            f"{measured or 'null'}; set it to that, or give a profile that pageloom bench "
-            f"profile made with kv_cache.quantizer={wanted or 'null'}"
-        )
