@@ -72,13 +72,23 @@ class VectorLayout:
     127 (int8) or to -7 .. 7 (int4, which is stored as c + 8). ``x`` is read as ``c * s``. NaN stays
     NaN: in fp8 by itself, as int8 -128, and as the stored int4 0.
 
-    ``token_head``: each vector carries its own scale behind its codes, in native byte order. For
-    fp8 and int8 that is a float32 ``s = max(max |x|, 2^-100) / m``, where ``m`` is the limit above,
-    and codes are as above. For ``int4`` it is float16 ``s`` and float16 ``b``: ``b = min x``,
-    ``s = max((max x - b) / 15, 2^-24)`` after ``b`` was rounded to float16, and ``c = (x - b) *
-    (1 / s)`` with the rounded ``s``, limited to 0 .. 15; ``x`` is read as ``c * s + b``. Before all
-    this ``x`` is limited to 0.99 of its dtype's largest finite number, for int4 to that of
-    float16. A vector with a NaN has NaN for a scale, and so is NaN as a whole.
+    ``token_head``: each vector carries its own scale behind its codes, in native byte order, and
+    before it is coded ``x`` is limited to 7/8 of its dtype's largest finite number, for int4 to
+    that of float16. A vector with a NaN has NaN for a scale, and so is NaN as a whole.
+
+    - int8 has a float32 ``s = max(max |x|, 2^-100) / m``, where ``m`` is the limit above, and codes
+      as above.
+    - fp8 has the best of 16 such scales, ``s[i] = s[0] * 2^(i/16)`` with ``s[0]`` as in int8: the
+      first for which ``(sum of r^2) * 2^(i/8)`` is least. ``r`` is the error ``(c - t) * 256 / d``
+      rounded to a whole number, where ``t`` is what ``c`` was rounded from and ``d`` the difference
+      between the two largest codes (e4m3: 32, e5m2: 8192). The powers of 2 are rounded once each;
+      the sum is exact up to head size 1024.
+    - int4 has a float16 ``s`` and a float16 ``b``: ``b = min x``, ``s = max((max x - b) / 15,
+      2^-24)`` after ``b`` was rounded to float16, and ``c = (x - b) * (1 / s)`` with the rounded
+      ``s``, limited to 0 .. 15. ``x`` is read as ``c * s + b``.
+
+    .. versionchanged:: 1.2
+        In fp8 a vector's scale is the best of 16. It was the first, and is read as before.
     """
 
     element: Element

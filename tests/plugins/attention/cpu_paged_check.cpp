@@ -68,6 +68,24 @@ double nearest(double x, const std::vector<double>& values) {
   return std::copysign(values[is_up ? above : above - 1], x);
 }
 
+// Of 16 scales in the octave from `least` on, the one with which fp8 comes nearest to a vector.
+float fitted(const std::vector<double>& values, float least, const double* x, int64_t count) {
+  const double limit = values.back(), step = limit - values.end()[-2];
+  float scale = least, best = INFINITY;
+  for (int i = 0; i < 16; ++i) {
+    const float candidate = least * float(std::exp2(i / 16.0)), inverse = 1 / candidate;
+    int64_t squares = 0;
+    for (int64_t d = 0; d < count; ++d) {
+      const double scaled = std::clamp<double>(float(float(x[d]) * inverse), -limit, limit);
+      const int64_t error = std::lrint((nearest(scaled, values) - scaled) / (step / 256));
+      squares += error * error;
+    }
+    const float error = float(squares) * float(std::exp2(i / 8.0));
+    if (error < best) best = error, scale = candidate;
+  }
+  return scale;
+}
+
 // What is read back of a vector, as `VectorLayout` of pageloom.contract has it.
 void round_through(const Coded& c, float scale, double* x, int64_t count) {
   static const std::vector<double> e4m3 = minifloats(3, 7, 127), e5m2 = minifloats(2, 15, 124);
@@ -85,6 +103,8 @@ void round_through(const Coded& c, float scale, double* x, int64_t count) {
   }
   const float limit = c.element == 1 ? 448 : c.element == 2 ? 57344 : c.element == 3 ? 127 : 7;
   if (c.scale_per_vector) scale = std::max(-least, most) / limit;
+  if (c.scale_per_vector && c.element < 3)
+    scale = fitted(c.element == 1 ? e4m3 : e5m2, scale, x, count);
   const float inverse = 1 / scale;
   for (int64_t i = 0; i < count; ++i) {
     const float scaled = float(x[i]) * inverse;

@@ -301,7 +301,7 @@ class CUDAPaged(AttentionBackend):
         """What a vector with its own scale is limited to: see `VectorLayout`."""
         layout = self.spec.layout
         halves = layout is not None and layout.element == "int4"
-        return 0.99 * torch.finfo(torch.float16 if halves else self.spec.dtype).max
+        return 0.875 * torch.finfo(torch.float16 if halves else self.spec.dtype).max
 
 
 def prefill_work(batch: AttentionBatch, group: int, rows: int) -> torch.Tensor:

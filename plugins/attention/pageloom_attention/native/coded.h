@@ -81,9 +81,31 @@ inline float round_to_float16(float x, uint8_t* stored) {
   return load(rounded)[0];
 }
 
+// The scale whose codes come nearest to a vector, `least` being the least that clips none of them.
+template <typename Element, typename T>
+float fitted(const T* x, int64_t count, float most, float least) {
+  float scales[FITS], inverses[FITS], scale = least, best = -NEGATIVE_INFINITY;
+  for (int i = 0; i < FITS; ++i) scales[i] = least * POWERS[i], inverses[i] = 1 / scales[i];
+  Vector squares[FITS] = {};  // of whole numbers, whose sum is the same in any order
+  for (int64_t d = 0; d < count; d += LANES) {
+    const Vector part = limited(load_part(x + d, count - d), -most, most);
+    for (int i = 0; i < FITS; ++i) {
+      const Vector scaled = limited(part * inverses[i], -Element::LIMIT, Element::LIMIT);
+      const Vector steps = rounded(Element::error(scaled) * (256 / Element::STEP));
+      squares[i] += steps * steps;
+    }
+  }
+  for (int i = 0; i < FITS; ++i) {
+    const float growth = i < FITS / 2 ? POWERS[2 * i] : 2 * POWERS[2 * i - FITS];  // squared
+    const float error = sum(squares[i]) * growth;
+    if (error < best) best = error, scale = scales[i];
+  }
+  return scale;
+}
+
 template <typename Element, typename T>
 Coding measure(const T* x, int64_t count) {
-  constexpr double MARGIN = 0.99;  // as the layout has it
+  constexpr double MARGIN = 0.875;  // as the layout has it
   Coding coding = {float(MARGIN * (Element::IS_AFFINE ? 65504.0 : double(LARGEST<T>))), 0, 1, {}};
   const float first = load_part(x, 1)[0];
   Vector least = spread(first), most = least, nan = {};
@@ -105,7 +127,8 @@ Coding measure(const T* x, int64_t count) {
     coding.inverse = 1 / round_to_float16(step < 0x1p-24f ? 0x1p-24f : step, coding.scale);
   } else {
     const float size = -low > high ? -low : high;
-    const float scale = (size < 0x1p-100f ? 0x1p-100f : size) / Element::LIMIT;
+    float scale = (size < 0x1p-100f ? 0x1p-100f : size) / Element::LIMIT;
+    if constexpr (Element::IS_FITTED) scale = fitted<Element>(x, count, coding.limit, scale);
     std::memcpy(coding.scale, &scale, sizeof scale);
     coding.inverse = 1 / scale;
   }

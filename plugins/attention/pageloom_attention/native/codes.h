@@ -54,10 +54,17 @@ inline Vector load_integers(const uint8_t* bytes) {
 
 // To the nearest integer, ties to even, for |x| <= 2^22; its two's complement is in the low bits.
 inline Words to_integer(Vector x) { return bit_cast<Words>(x + 0x1.8p23f); }
+inline Vector rounded(Vector x) { return x + 0x1.8p23f - 0x1.8p23f; }
 
 // An element type says how many codes share a byte, which byte stands for zeros, and its largest
 // finite number. `decode` reads LANES codes of a byte each; `encode` writes them, from numbers that
 // are not limited yet.
+
+// Where the error of a code depends on the scale, a vector's own is the best of FITS in an octave.
+constexpr int FITS = 16;
+constexpr float POWERS[FITS] = {  // 2^(i / FITS)
+    1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f, 1.29683959f, 1.35425556f,
+    1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f, 1.75625217f, 1.8340081f, 1.91520655f};
 
 // A sign, 7 - MANTISSA bits of exponent, MANTISSA bits; NaN is 0x7f, either sign.
 template <int MANTISSA>
@@ -65,7 +72,16 @@ struct Float8 {
   static constexpr int PER_BYTE = 1;
   static constexpr uint8_t ZERO = 0;
   static constexpr bool IS_AFFINE = false;
+  static constexpr bool IS_FITTED = true;
   static constexpr float LIMIT = MANTISSA == 3 ? 448.0f : 57344.0f;
+  static constexpr float STEP = MANTISSA == 3 ? 32.0f : 8192.0f;  // between the largest numbers
+
+  // How far `x` is from its code, but not which way if it lies between two, nor the little that
+  // subnormal codes are further away.
+  static Vector error(Vector x) {
+    constexpr uint32_t HALF = 1 << (22 - MANTISSA);
+    return bit_cast<Vector>((bit_cast<Words>(x) + HALF) & -2 * HALF) - x;
+  }
 
   // As a float16, whose exponent has another bias where it is not 5 bits wide too.
   static Vector decode(const uint8_t* codes) {
@@ -100,6 +116,7 @@ struct Int8 {
   static constexpr int PER_BYTE = 1;
   static constexpr uint8_t ZERO = 0;
   static constexpr bool IS_AFFINE = false;
+  static constexpr bool IS_FITTED = false;
   static constexpr float LIMIT = 127;
 
   static Vector decode(const uint8_t* codes) {
@@ -126,6 +143,7 @@ struct Nibbles {
 struct Int4 : Nibbles {
   static constexpr uint8_t ZERO = 0x88;
   static constexpr bool IS_AFFINE = false;
+  static constexpr bool IS_FITTED = false;
   static constexpr float LIMIT = 7;
 
   static Vector decode(const uint8_t* codes) {

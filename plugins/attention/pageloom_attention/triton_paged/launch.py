@@ -43,7 +43,7 @@ def store(
         "BLOCK_SIZE": block_size,
         **_format(layer, layout),
         "LIMIT": LIMITS[layout.element] if layout else None,
-        "MOST": 0.99 * most if layout else None,
+        "MOST": 0.875 * most if layout else None,
         "VECTORS": vectors(family, layer.head_size),
         "WIDTH": power_of_2(layer.head_size),
         "num_warps": 4,

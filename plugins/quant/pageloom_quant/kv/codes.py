@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +24,11 @@ class Float8:
     @property
     def limit(self) -> float:
         return torch.finfo(self.dtype).max
+
+    @property
+    def step(self) -> float:
+        """From the largest number to the one before it."""
+        return torch.finfo(self.dtype).eps * 2.0 ** math.floor(math.log2(self.limit))
 
     def pack(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.clamp(-self.limit, self.limit).to(self.dtype).view(torch.uint8)

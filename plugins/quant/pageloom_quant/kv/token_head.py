@@ -8,11 +8,12 @@ import torch
 
 from pageloom.contract import KVQuantizer, VectorLayout
 from pageloom.contract.quantizer import Kind
-from pageloom_quant.kv.codes import CODES, pack_nibbles, unpack_nibbles
+from pageloom_quant.kv.codes import CODES, Float8, pack_nibbles, unpack_nibbles
 
 LEAST_SCALED = 2.0**-100  # whose inverse float32 still holds
 LEAST_STEP = 2.0**-24  # the smallest float16
-MARGIN = 0.99  # of the largest number, so that a decoded one stays finite
+MARGIN = 0.875  # of the largest number, so that a decoded one stays finite
+FITS = 16  # scales within an octave, among which fp8 finds the one that fits best
 
 
 class TokenHeadQuantizer(KVQuantizer):
@@ -26,7 +27,7 @@ class TokenHeadQuantizer(KVQuantizer):
     def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
         codes = CODES[self.layout.element]
         x = limited(x, x.dtype)
-        scale = divided(x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED), codes.limit)
+        scale = self.scale(x, divided(largest(x), codes.limit))
         return torch.cat([codes.pack(x * (1 / scale)), scale.view(torch.uint8)], dim=-1)
 
     def decode(
@@ -35,12 +36,36 @@ class TokenHeadQuantizer(KVQuantizer):
         scale = scaling(data, torch.float32)
         return (CODES[self.layout.element].unpack(data[..., :-4]) * scale).to(dtype)
 
+    def scale(self, x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        """That of each vector ``x [..., head_size]``; no code is clipped from ``least [..., 1]``
+        on."""
+        return least
 
-class FP8E4M3(TokenHeadQuantizer):
+
+class Float8TokenHead(TokenHeadQuantizer):
+    """The error of a floating-point code depends on where between two codes a number comes to lie.
+    So another scale may fit a vector better, and those of an octave are all that differ."""
+
+    def scale(self, x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        codes = CODES[self.layout.element]
+        assert isinstance(codes, Float8)
+        best, scale = torch.full_like(least, torch.inf), least
+        for fit in range(FITS):
+            candidate = least * 2 ** (fit / FITS)
+            scaled = (x * (1 / candidate)).clamp_(-codes.limit, codes.limit)
+            steps = (codes.unpack(codes.pack(scaled)) - scaled) * (256 / codes.step)
+            # A sum of small whole numbers is the same in any order.
+            error = steps.round_().square_().sum(-1, keepdim=True) * 4 ** (fit / FITS)
+            scale = torch.where(error < best, candidate, scale)
+            best = torch.minimum(error, best)
+        return scale
+
+
+class FP8E4M3(Float8TokenHead):
     layout = VectorLayout("fp8_e4m3", "token_head")
 
 
-class FP8E5M2(TokenHeadQuantizer):
+class FP8E5M2(Float8TokenHead):
     layout = VectorLayout("fp8_e5m2", "token_head")
 
 
@@ -77,6 +102,10 @@ def scaling(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The last four bytes of coded vectors ``[..., bytes]``, as numbers of ``dtype``."""
     # A copy always: where they lie need not be aligned.
     return data[..., -4:].clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED)
 
 
 def divided(x: torch.Tensor, by: float) -> torch.Tensor:

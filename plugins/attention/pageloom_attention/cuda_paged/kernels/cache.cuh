@@ -58,13 +58,16 @@ struct Coding {
     unsigned scale;  // as it is stored
 };
 
+__device__ inline Coding scaled_by(float scale) {
+    return {0.0f, __frcp_rn(scale), __float_as_uint(scale)};
+}
+
 // The coding of a vector whose extreme elements are these. `broken` if one is NaN.
 template <typename E>
 __device__ Coding coding_of(E, float low, float high, bool broken) {
     // Whose inverse float32 still holds: 2^-100.
     const float most = fmaxf(fmaxf(-low, high), __uint_as_float(27u << 23));
-    const float scale = broken ? not_a_number() : __fdiv_rn(most, E::LIMIT);
-    return {0.0f, __frcp_rn(scale), __float_as_uint(scale)};
+    return scaled_by(broken ? not_a_number() : __fdiv_rn(most, E::LIMIT));
 }
 
 __device__ inline Coding coding_of(Nibble<0>, float low, float high, bool broken) {
@@ -74,6 +77,29 @@ __device__ inline Coding coding_of(Nibble<0>, float low, float high, bool broken
     const float wanted = fmaxf(__fdiv_rn(high - base, 15.0f), __uint_as_float(103u << 23));  // 2^-24
     const unsigned step = pack<fp16>(wanted, wanted) & 0xffff;
     return {base, __frcp_rn(unpack<fp16>(step).x), step | least << 16};
+}
+
+// The scale whose codes come nearest to a vector of LANES lanes, `least` clipping none of them.
+template <typename E, int LANES>
+__device__ float fitted(const float (&x)[8], bool has_elements, float least) {
+    float scale = least, best = __uint_as_float(0x7f800000);  // infinity
+#pragma unroll
+    for (int i = 0; i < FITS; i++) {
+        const float candidate = least * power(i), inverse = __frcp_rn(candidate);
+        float squares = 0.0f;  // of whole numbers, whose sum is the same in any order
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const float error = has_elements ? E::error(x[k] * inverse) : 0.0f;
+            squares += error * error;
+        }
+#pragma unroll
+        for (int other = 1; other < LANES; other *= 2)
+            squares += __shfl_xor_sync(ALL_LANES, squares, other);
+        const float growth = power(2 * i % FITS) * (i < FITS / 2 ? 1.0f : 2.0f);  // squared
+        const float error = squares * growth;
+        if (error < best) best = error, scale = candidate;
+    }
+    return scale;
 }
 
 // A power of two of neighboring lanes per vector, each with eight of its elements.
@@ -108,6 +134,10 @@ __device__ void store_coded(const StoreParams& p, unsigned index) {
             any |= __shfl_xor_sync(ALL_LANES, any, other);
         }
         coding = coding_of(E(), low, high, any);
+        if constexpr (E::IS_FITTED) {
+            const float least = __uint_as_float(coding.scale);
+            coding = scaled_by(fitted<E, LANES>(x, has_elements, least));
+        }
         if (valid && lane == 0) p.scales[source.row] = coding.scale;
     }
     if (!valid || !has_elements) return;

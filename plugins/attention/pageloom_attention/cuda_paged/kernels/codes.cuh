@@ -34,14 +34,36 @@ __device__ unsigned float8(float x) {
     return sign | ((rounded >> DROPPED) - ((127 - BIAS) << MANTISSA));
 }
 
+// Where the error of a code depends on the scale, a vector's own is the best of FITS in an octave.
+constexpr int FITS = 16;
+
+// 2^(i / FITS)
+__device__ constexpr float power(int i) {
+    constexpr float POWERS[FITS] = {
+        1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f, 1.29683959f, 1.35425556f,
+        1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f, 1.75625217f, 1.8340081f, 1.91520655f};
+    return POWERS[i];
+}
+
+// How far `x` is from the nearest small float, subnormal ones aside, in 256ths of `step`, by which
+// the largest ones differ.
+template <int MANTISSA>
+__device__ float float8_error(float x, float step) {
+    constexpr unsigned HALF = 1 << (22 - MANTISSA);
+    const float code = __uint_as_float((__float_as_uint(x) + HALF) & -2 * HALF);
+    return rintf((code - x) * (256.0f / step));
+}
+
 // An element type has
 //   `pair(word, i)`: what the codes 2i and 2i + 1 of a word stand for, less the scale;
 //   `checked(x)`: that number, NaN if its code means that;
 //   `code(x)`: the code of a scaled number;
+//   IS_FITTED: whether its errors depend on the scale; if so `error(x)`: that of a scaled number;
 //   ZEROS: a word of codes of zero.
 struct E4M3 {
     static constexpr int BITS = 8;
     static constexpr unsigned ZEROS = 0;
+    static constexpr bool IS_FITTED = true;
     static constexpr float LIMIT = 448.0f;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -70,11 +92,16 @@ struct E4M3 {
     __device__ static unsigned code(float x) {
         return float8<3, 7>(limited(x, -LIMIT, LIMIT));
     }
+
+    __device__ static float error(float x) {
+        return float8_error<3>(limited(x, -LIMIT, LIMIT), 32.0f);
+    }
 };
 
 struct E5M2 {
     static constexpr int BITS = 8;
     static constexpr unsigned ZEROS = 0;
+    static constexpr bool IS_FITTED = true;
     static constexpr float LIMIT = 57344.0f;
 
     __device__ static float2 pair(unsigned word, int i) {
@@ -88,11 +115,16 @@ struct E5M2 {
     __device__ static unsigned code(float x) {
         return float8<2, 15>(limited(x, -LIMIT, LIMIT));
     }
+
+    __device__ static float error(float x) {
+        return float8_error<2>(limited(x, -LIMIT, LIMIT), 8192.0f);
+    }
 };
 
 struct Int8 {
     static constexpr int BITS = 8;
     static constexpr unsigned ZEROS = 0;
+    static constexpr bool IS_FITTED = false;
     static constexpr float LIMIT = 127.0f;
 
     __device__ static float2 pair(unsigned word, int i) {
@@ -115,6 +147,7 @@ template <int BIAS>
 struct Nibble {
     static constexpr int BITS = 4;
     static constexpr unsigned ZEROS = 0x11111111u * BIAS;
+    static constexpr bool IS_FITTED = false;
 
     __device__ static float2 pair(unsigned word, int i) {
         return {offset_byte(word & 0x0f0f0f0f, i) - (TWO_TO_23 + BIAS),
