@@ -5,11 +5,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 import distributions
 from distributions import source
+from pageloom.commands.plugins import reason_against
+from pageloom.config import build_options
 from pageloom.contract import CONTRACT_VERSION, Scheduler, hookimpl
 from pageloom.plugins import ComponentEntry, PluginError, Plugins, UnknownPluginError, blame
 
@@ -328,17 +331,42 @@ class Interrupted:
         signal.raise_signal(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("handler", [_quit, _quit_by_name, _Owner().quit])
-def test_a_signal_that_ends_the_process_is_not_the_fault_of_whoever_runs(handler):
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(SystemExit) as caught, blame("scheduler", "lifo"):
+class Interrupting:
+    """A component in the middle of whose code the process is told to end."""
+
+    @dataclass
+    class Config:
+        def __post_init__(self):
             signal.raise_signal(signal.SIGUSR1)
-        assert caught.value.code == 3
-        plugins = Plugins()
-        plugins.register_observer(Interrupted())
-        with pytest.raises(SystemExit):
-            plugins.notify("engine_started", info=None)
-        assert plugins.observes("engine_started")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+
+    @classmethod
+    def block_size(cls, wanted, max_model_len):
+        signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.fixture(params=[_quit, _quit_by_name, _Owner().quit])
+def _signals_quit(request):
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("_signals_quit")
+def test_a_signal_that_ends_the_process_is_not_the_fault_of_whoever_runs():
+    with pytest.raises(SystemExit) as caught, blame("scheduler", "lifo"):
+        signal.raise_signal(signal.SIGUSR1)
+    assert caught.value.code == 3
+    plugins = Plugins()
+    plugins.register_observer(Interrupted())
+    with pytest.raises(SystemExit):
+        plugins.notify("engine_started", info=None)
+    assert plugins.observes("engine_started")
+
+
+@pytest.mark.usefixtures("_signals_quit")
+def test_nor_is_it_a_fault_of_options_or_of_a_check(monkeypatch):
+    with pytest.raises(SystemExit):
+        build_options(Interrupting, {})
+    monkeypatch.setattr(Plugins, "get", lambda self, kind, name: Interrupting)
+    with pytest.raises(SystemExit):
+        reason_against(ComponentEntry("attention_backend", "i", "m:I", "p", "p", "1"), Plugins())

@@ -38,6 +38,11 @@ def shorten(text: str, limit: int = 80) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """``1 block``, ``2,000 blocks``; ``plural`` is for nouns with another one."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def one_line(error: BaseException) -> str:
     """``Type: message`` without line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")

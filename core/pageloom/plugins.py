@@ -55,6 +55,7 @@ __all__ = [
     "UnknownPluginError",
     "blame",
     "label",
+    "pass_on_signals",
 ]
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class Plugins:
             module = importlib.import_module(module_name)
             target = getattr(module, class_name, None)
         except (Exception, SystemExit) as error:
-            _pass_on_signals(error)
+            pass_on_signals(error)
             reason = f"cannot be imported: {one_line(error)}"
             raise PluginError(f"{owner} {reason}", reason) from error
         base = KINDS[kind]
@@ -231,7 +232,7 @@ class Plugins:
             try:
                 observer.call(**values)
             except (Exception, SystemExit) as error:
-                _pass_on_signals(error)
+                pass_on_signals(error)
                 log.error(
                     "plugin %s raised in %s and is not called again: %s",
                     observer.name,
@@ -249,7 +250,7 @@ class Plugins:
         except PluginRefusedError as error:
             return self._fail(info, str(error), "")
         except (Exception, SystemExit) as error:
-            _pass_on_signals(error)
+            pass_on_signals(error)
             return self._fail(info, one_line(error), traceback.format_exc())
         try:
             self._register(module, f"{info.package}:{info.name}")
@@ -261,7 +262,7 @@ class Plugins:
             self._manager.unregister(module)
             self._fail(info, str(error), "", fatal=True)
         except (Exception, SystemExit) as error:
-            _pass_on_signals(error)
+            pass_on_signals(error)
             self._manager.unregister(module)
             self._fail(info, one_line(error), traceback.format_exc())
         else:
@@ -352,11 +353,11 @@ def blame(kind: str, name: str) -> Iterator[None]:
     except PageloomError:
         raise
     except (Exception, SystemExit) as error:
-        _pass_on_signals(error)
+        pass_on_signals(error)
         raise PluginError(f"{label(kind)} {name!r} failed: {one_line(error)}") from error
 
 
-def _pass_on_signals(error: BaseException) -> None:
+def pass_on_signals(error: BaseException) -> None:
     """Raise again a `SystemExit` that a signal handler raised, in the middle of a plugin's code:
     handlers are called with the frame that they interrupt."""
     for frame, _ in traceback.walk_tb(error.__traceback__ if type(error) is SystemExit else None):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import pageloom
+from pageloom.errors import counted
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Machine:
     def __str__(self) -> str:
         parts = [
             self.cpu,
-            f"{self.cores} cores, {self.threads} threads",
+            f"{counted(self.cores, 'core')}, {counted(self.threads, 'thread')}",
             self.gpu or "no GPU",
             f"torch {self.torch}",
         ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -56,7 +56,8 @@ def first_of_trace(file: Path, requests: int | None) -> Trace:
 
     trace = read_trace(file)
     if requests is not None and requests > len(trace):
-        raise PageloomError(f"{file} has {len(trace)} requests, fewer than --requests {requests}")
+        found = counted(len(trace), "request")
+        raise PageloomError(f"{file} has {found}, fewer than --requests {requests}")
     return trace[:requests]
 
 

@@ -12,7 +12,7 @@ import typer
 
 from pageloom.commands.options import ConfigArgument, SetOption
 from pageloom.commands.sampling import SamplingOptions, sampling_params, takes
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, counted
 
 if TYPE_CHECKING:
     from pageloom.engine.engine import Engine
@@ -171,12 +171,13 @@ def _print_stats(engine: Engine, stats: EngineStats) -> None:
     utilization = f"{stats.kv_utilization:.1%}" if stats.kv_utilization is not None else "none"
     info = engine.info
     print(
-        f"\n{len(stats.requests)} requests, {stats.prompt_tokens} prompt + {stats.output_tokens} "
-        f"output tokens in {stats.steps} steps, at most {stats.peak_running} at once\n"
+        f"\n{counted(len(stats.requests), 'request')}, {stats.prompt_tokens} prompt + "
+        f"{counted(stats.output_tokens, 'output token')} in {counted(stats.steps, 'step')}, "
+        f"at most {stats.peak_running} at once\n"
         f"speed: {stats.tokens_per_second:.1f} output tokens/s, time to first token {ttft} (mean)\n"
-        f"KV cache: at most {stats.peak_blocks} of {info.num_blocks} blocks of {info.block_size} "
-        f"tokens in use, {utilization} of their slots held a token, "
-        f"{stats.preemptions} preemptions\n"
+        f"KV cache: at most {stats.peak_blocks} of {counted(info.num_blocks, 'block')} of "
+        f"{counted(info.block_size, 'token')} in use, {utilization} of their slots held a token, "
+        f"{counted(stats.preemptions, 'preemption')}\n"
         f"engine: {info.architecture} in {info.dtype} on {info.device}, attention {info.backend}, "
         f"scheduler {info.policy}",
         *engine.memory.lines(),

@@ -46,7 +46,7 @@ def reason_against(entry: ComponentEntry, plugins: Plugins) -> str | None:
     on a GPU if there is one.
     """
     from pageloom.errors import one_line
-    from pageloom.plugins import PluginError
+    from pageloom.plugins import PluginError, pass_on_signals
 
     try:
         component = plugins.get(entry.kind, entry.name)
@@ -57,6 +57,7 @@ def reason_against(entry: ComponentEntry, plugins: Plugins) -> str | None:
     try:
         return _check(component)
     except (Exception, SystemExit) as error:  # a plugin's bug must not hide the other components
+        pass_on_signals(error)
         return f"its check raised {one_line(error)}"
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pageloom.commands.files import require_folder_of
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, counted
 
 
 class Method(enum.StrEnum):
@@ -55,7 +55,7 @@ def quantize(
     print(f"Reading {model} ...", file=sys.stderr)
     plain = open_model(model)
     windows = cut_windows(plain.tokenizer, text, samples, length)
-    print(f"Calibrating on {len(windows)} windows of {length} tokens", file=sys.stderr)
+    print(f"Calibrating on {counted(len(windows), 'window')} of {length} tokens", file=sys.stderr)
     config = awq.quantize(plain.network, windows, group_size)
     with _new_folder(out) as folder:
         plain.save(config, folder)

@@ -13,6 +13,7 @@ from pageloom.config.resolvers import escape
 from pageloom.config.typed import assign, evaluate, structure
 from pageloom.contract import Component
 from pageloom.errors import one_line
+from pageloom.plugins import pass_on_signals
 
 _WHERE = "options"
 
@@ -26,6 +27,7 @@ def build_options(component: type[Component], options: Mapping[str, Any]) -> Any
     try:
         tree = structure(component.Config)
     except (Exception, SystemExit) as error:
+        pass_on_signals(error)
         reason = f"{component.__qualname__}.Config cannot be filled from YAML: {one_line(error)}"
         raise ConfigError([Problem("", _WHERE, reason)]) from error
     problems = list(assign(tree, escape(dict(options)), lambda key: _WHERE))
@@ -40,6 +42,7 @@ def build_options(component: type[Component], options: Mapping[str, Any]) -> Any
     except ValueError as error:  # from __post_init__: said to the user as it is
         raise ConfigError([Problem("", _WHERE, str(error))]) from error
     except (Exception, SystemExit) as error:
+        pass_on_signals(error)
         reason = f"{component.__qualname__}.Config failed: {one_line(error)}"
         raise ConfigError([Problem("", _WHERE, reason)]) from error
 

@@ -35,11 +35,8 @@ from pageloom.contract.attention import (
 )
 from pageloom.contract.component import Component
 from pageloom.contract.executor import (
-    Alone,
     Blueprint,
     Executor,
-    Group,
-    Rank,
     Step,
     StepOutput,
     Worker,
@@ -50,6 +47,7 @@ from pageloom.contract.hooks import CONTRACT_VERSION, Register, hookimpl
 from pageloom.contract.loader import Slice, WeightLoader
 from pageloom.contract.observer import EngineInfo, RequestRecord, StepRecord
 from pageloom.contract.quantizer import KVQuantizer, VectorLayout
+from pageloom.contract.ranks import Alone, Group, Rank
 from pageloom.contract.scheduler import (
     PlanView,
     Refusal,

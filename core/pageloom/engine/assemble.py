@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pageloom.config import Config, build_options
-from pageloom.contract import EngineInfo, Executor, Scheduler, WorkerError, WorkerReport
+from pageloom.config import Config
+from pageloom.contract import EngineInfo, Executor, WorkerError, WorkerReport
 from pageloom.engine.blueprint import EngineBlueprint
 from pageloom.engine.engine import Engine
 from pageloom.engine.executor_choice import make_executor
 from pageloom.engine.limits import limits_of
 from pageloom.engine.load_model import check_ranks, open_model
 from pageloom.engine.memory_report import MemoryReport
+from pageloom.engine.policy import Policy
 from pageloom.engine.prompts import PromptEncoder
 from pageloom.errors import PageloomError
 from pageloom.memory import BlockPool
-from pageloom.plugins import Plugins, blame
+from pageloom.plugins import blame
 from pageloom.scheduling import Planner
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def assemble(config: Config) -> Engine:
             log.info(line)
         vocab_size = reports[-1].vocab_size
         return Engine(
-            _planner(config, plugins, info, host_blocks, executor),
+            _planner(config, info, host_blocks, executor),
             executor,
             PromptEncoder(source.tokenizer, vocab_size, info.max_model_len),
             plugins,
@@ -119,22 +120,14 @@ def _memory(info: EngineInfo, reports: Sequence[WorkerReport], host_blocks: int)
     )
 
 
-def _planner(
-    config: Config, plugins: Plugins, info: EngineInfo, host_blocks: int, executor: Executor
-) -> Planner:
+def _planner(config: Config, info: EngineInfo, host_blocks: int, executor: Executor) -> Planner:
+    policy = Policy.of(config)
     return Planner(
-        _scheduler(config, plugins),
+        policy.new_scheduler(),
         BlockPool(info.num_blocks),
         limits_of(config, block_size=info.block_size, max_model_len=info.max_model_len),
-        policy=config.scheduler.policy,
+        policy=policy.name,
         host=BlockPool(host_blocks) if host_blocks else None,
         clock=executor.clock,
         steps_in_flight=executor.max_in_flight,
     )
-
-
-def _scheduler(config: Config, plugins: Plugins) -> Scheduler:
-    policy: type[Scheduler] = plugins.get("scheduler", config.scheduler.policy)
-    options = build_options(policy, config.scheduler.options)
-    with blame("scheduler", config.scheduler.policy):
-        return policy(options)

@@ -25,6 +25,7 @@ from pageloom.plugins import Plugins
 from pageloom.runner.runner import ModelRunner
 from pageloom.scheduling import FinishReason, Planner, Request, SamplingParams
 from pageloom.scheduling.beams import BeamSearch
+from pageloom.scheduling.errors import RequestError
 from pageloom.scheduling.structured import Guide
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class Engine:
             ids = request.prompt_token_ids
             detokenizers = [Detokenizer(self.tokenizer, ids, params) for _ in range(params.n)]
         elif params.stop:
-            raise ValueError("stop strings need a tokenizer, and this model has none")
+            raise RequestError.of("stop", "strings need a tokenizer, and this model has none")
         self.planner.add(request)
         text = prompt if isinstance(prompt, str) else None
         opened = OpenRequest(request, text, detokenizers, deliver)
@@ -379,9 +380,9 @@ def _check_fields(
     if request_id is not None and not (isinstance(request_id, str) and request_id):
         raise ValueError(f"request_id must be a text that is not empty, not {request_id!r}")
     if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
-        raise ValueError(f"priority must be an integer of 32 bits, not {priority!r}")
+        raise RequestError.of("priority", f"must be an integer of 32 bits, not {priority!r}")
     for name, value in (("user", user), ("cache_salt", cache_salt)):
         if not isinstance(value, str):
-            raise ValueError(f"{name} must be a text, not {value!r}")
+            raise RequestError.of(name, f"must be a text, not {value!r}")
     if not isinstance(metadata, Mapping | None):
         raise ValueError(f"metadata must be a mapping, not {type(metadata).__name__}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 64  # that are kept; each has taken up to some ten megabytes
 MASK_THREADS = 2
-MASK_PATIENCE = 0.5  # seconds that a step waits for one mask; a thousandth of it is usual
+MASK_PATIENCE = 2.0  # seconds that a step waits for one mask; a few ten thousandths are usual
 
 # What llguidance may spend. Its own defaults let a single step take a tenth of a second.
 LIMITS: dict[str, Any] = {

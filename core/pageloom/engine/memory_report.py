@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pageloom.errors import counted
 from pageloom.memory import blocks_for
 
 
@@ -59,14 +60,15 @@ class MemoryReport:
             yield f"  activations: {show_bytes(self.activations)} in the largest step"
         yield (
             f"  KV cache: {show_bytes(self.kv_bytes)} of {self.kv_format}, "
-            f"{show_bytes(self.kv_bytes_per_token)} per token; {self.num_blocks:,} blocks of "
-            f"{self.block_size:,} tokens hold {self.kv_tokens:,}, which is "
-            f"{self.longest_requests:,} requests of max_model_len {self.max_model_len:,}"
+            f"{show_bytes(self.kv_bytes_per_token)} per token; "
+            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')}, room for "
+            f"{self.kv_tokens:,}, which is {counted(self.longest_requests, 'request')} of "
+            f"max_model_len {self.max_model_len:,}"
         )
         if self.host_blocks:
             yield (
                 f"  host memory for swapped blocks: {show_bytes(self.host_bytes)} at most, "
-                f"{self.host_blocks:,} blocks"
+                f"{counted(self.host_blocks, 'block')}"
             )
 
 

@@ -1,6 +1,6 @@
 """Requests, their branches, and the plan of a step. Integers only."""
 
-from pageloom.scheduling.fit import RequestTooLargeError
+from pageloom.scheduling.errors import RequestError, RequestTooLargeError
 from pageloom.scheduling.params import SamplingParams
 from pageloom.scheduling.plan import Chunk, Limits, PreemptionMode, StepPlan
 from pageloom.scheduling.planner import Planner, PolicyError
@@ -18,6 +18,7 @@ __all__ = [
     "PolicyError",
     "PreemptionMode",
     "Request",
+    "RequestError",
     "RequestTooLargeError",
     "SamplingParams",
     "StepPlan",

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pageloom.memory import blocks_for_branches, tokens_for_branches
+from pageloom.scheduling.errors import RequestTooLargeError
 from pageloom.scheduling.plan import Limits
 from pageloom.scheduling.request import Request
-
-
-class RequestTooLargeError(ValueError):
-    """A request that could never run: longer than the model, the pool or a step allows."""
 
 
 def check_size(request: Request, limits: Limits, num_blocks: int) -> None:
@@ -31,7 +28,8 @@ def check_size(request: Request, limits: Limits, num_blocks: int) -> None:
         if branches > most:
             raise RequestTooLargeError(
                 f"{name} has {branches} branches, which run in one step, but {key} is {most}; "
-                f"lower n or beam_width, or raise {key}"
+                f"lower n or beam_width, or raise {key}",
+                "n",
             )
     output = min(request.params.max_tokens or 1, limits.max_model_len - prompt)
     computed = prompt + output - 1  # the last token is returned and never computed

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pageloom.scheduling.beams import EarlyStopping
+from pageloom.scheduling.errors import RequestError
 from pageloom.scheduling.structured import StructuredOutput
 
 MAX_N = 128
@@ -42,7 +43,7 @@ NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
 @dataclass(frozen=True)
 class SamplingParams:
     """Names and meanings are vLLM's; those of beam search are transformers'. Checked when made:
-    `ValueError` names the field at fault.
+    `RequestError` names the field at fault.
 
     The steps apply in this order: logit bias and the bans of ``min_tokens`` and ``structured``;
     the penalties; then, at temperature 0, the likeliest token, otherwise temperature, min_p, top_k
@@ -153,9 +154,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             self._check_integer("max_tokens", 1)
             if self.min_tokens > self.max_tokens:
-                raise ValueError(
-                    f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}; "
-                    "lower min_tokens or raise max_tokens"
+                raise RequestError.of(
+                    "min_tokens",
+                    f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}; "
+                    "lower min_tokens or raise max_tokens",
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -186,20 +188,21 @@ class SamplingParams:
         return self.stop  # type: ignore[return-value]
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise `ValueError` for a token id that a vocabulary of ``vocab_size`` does not have."""
+        """Raise `RequestError` for a token id that a vocabulary of ``vocab_size`` does not have."""
         named: Iterable[tuple[str, Iterable[int]]] = (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),
         )
         for name, token_ids in named:
             if strangers := [token for token in token_ids if token >= vocab_size]:
-                raise ValueError(
-                    f"{name} names token id {strangers[0]}, but the vocabulary has only "
-                    f"{vocab_size} tokens; ids must be from 0 to {vocab_size - 1}"
+                raise RequestError.of(
+                    name,
+                    f"names token id {strangers[0]}, but the vocabulary has only "
+                    f"{vocab_size} tokens; ids must be from 0 to {vocab_size - 1}",
                 )
 
-    def _wrong(self, name: str, wanted: str) -> ValueError:
-        return ValueError(f"{name} is {getattr(self, name)!r}, but must be {wanted}")
+    def _wrong(self, name: str, wanted: str) -> RequestError:
+        return RequestError.of(name, f"is {getattr(self, name)!r}, but must be {wanted}")
 
     def _check_real(
         self, name: str, low: float, high: float, *, above: bool = False, also: str = ""
@@ -222,21 +225,24 @@ class SamplingParams:
         if self.beam_width is None:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)!r}, but without beam_width there is no "
-                        "beam search; set beam_width too"
+                    raise RequestError.of(
+                        name,
+                        f"is {getattr(self, name)!r}, but without beam_width there is no "
+                        "beam search; set beam_width too",
                     )
             return
         if self.n > self.beam_width:
-            raise ValueError(
-                f"n is {self.n}, more than beam_width, {self.beam_width}; "
-                "lower n or raise beam_width"
+            raise RequestError.of(
+                "n",
+                f"is {self.n}, more than beam_width, {self.beam_width}; "
+                "lower n or raise beam_width",
             )
         for name, harmless in NOT_WITH_BEAMS.items():
             if (value := getattr(self, name)) not in harmless:
-                raise ValueError(
-                    f"{name} is {_shown(value)}, but beam search does not support it; leave it at "
-                    "its default, or leave out beam_width"
+                raise RequestError.of(
+                    name,
+                    f"is {_shown(value)}, but beam search does not support it; leave it at "
+                    "its default, or leave out beam_width",
                 )
 
     def _checked_structured(self) -> StructuredOutput | None:
@@ -245,15 +251,15 @@ class SamplingParams:
             try:
                 wanted = StructuredOutput(**wanted)
             except TypeError as error:
-                raise ValueError(f"structured is not a kind and a text: {error}") from error
+                raise RequestError.of("structured", f"is not a kind and a text: {error}") from error
         if wanted is None:
             return None
         if not isinstance(wanted, StructuredOutput):
             raise self._wrong("structured", "a StructuredOutput, or None")
         if self.ignore_eos:
-            raise ValueError(
-                "structured says where an output ends, and ignore_eos that it goes on; leave out "
-                "either"
+            raise RequestError.of(
+                "structured",
+                "says where an output ends, and ignore_eos that it goes on; leave out either",
             )
         return wanted
 
@@ -263,19 +269,19 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise self._wrong("logit_bias", "a mapping from token ids to numbers, or None")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(
-                f"logit_bias has {len(self.logit_bias)} entries, but may have at most "
-                f"{MAX_LOGIT_BIAS}"
+            raise RequestError.of(
+                "logit_bias",
+                f"has {len(self.logit_bias)} entries, but may have at most {MAX_LOGIT_BIAS}",
             )
         for token, bias in self.logit_bias.items():
             if not _is_integer(token) or token < 0:
-                raise ValueError(
-                    f"logit_bias has the key {token!r}, but keys must be token ids, 0 or more"
+                raise RequestError.of(
+                    "logit_bias", f"has the key {token!r}, but keys must be token ids, 0 or more"
                 )
             if not _is_real(bias) or not -100 <= bias <= 100:
-                raise ValueError(
-                    f"logit_bias of token {token} is {bias!r}, but must be a number from -100 to "
-                    "100"
+                raise RequestError.of(
+                    "logit_bias",
+                    f"of token {token} is {bias!r}, but must be a number from -100 to 100",
                 )
         return MappingProxyType(dict(self.logit_bias))
 
@@ -286,12 +292,15 @@ class SamplingParams:
         if not _is_list(stops) or not all(isinstance(stop, str) for stop in stops):
             raise self._wrong("stop", "a string, a list of strings, or None")
         if len(stops) > MAX_STOP:
-            raise ValueError(f"stop has {len(stops)} strings, but may have at most {MAX_STOP}")
+            raise RequestError.of(
+                "stop", f"has {len(stops)} strings, but may have at most {MAX_STOP}"
+            )
         for stop in stops:
             if not 1 <= len(stop) <= MAX_STOP_CHARS:
-                raise ValueError(
-                    f"stop holds a string of {len(stop)} characters, {stop[:20]!r}, but each must "
-                    f"have from 1 to {MAX_STOP_CHARS}"
+                raise RequestError.of(
+                    "stop",
+                    f"holds a string of {len(stop)} characters, {stop[:20]!r}, but each must "
+                    f"have from 1 to {MAX_STOP_CHARS}",
                 )
         return tuple(stops)
 
@@ -300,9 +309,9 @@ class SamplingParams:
         if not _is_list(token_ids) or not all(_is_integer(t) and t >= 0 for t in token_ids):
             raise self._wrong("stop_token_ids", "a list of token ids, each 0 or more")
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(token_ids)} ids, but may have at most "
-                f"{MAX_STOP_TOKEN_IDS}"
+            raise RequestError.of(
+                "stop_token_ids",
+                f"has {len(token_ids)} ids, but may have at most {MAX_STOP_TOKEN_IDS}",
             )
         return tuple(token_ids)
 

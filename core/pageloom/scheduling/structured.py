@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+from pageloom.scheduling.errors import RequestError
+
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_STRUCTURED_CHARS = 1 << 16
@@ -38,7 +40,7 @@ class Guide(Protocol):
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """The form of an output, as plain data. Checked when made: `ValueError` says what is wrong.
+    """The form of an output, as plain data. Checked when made: `RequestError` says what is wrong.
 
     Whether the text can be compiled is found out when a request is opened.
     """
@@ -52,13 +54,16 @@ class StructuredOutput:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"structured is of kind {self.kind!r}, but must be one of {KINDS}")
+            raise RequestError.of(
+                "structured", f"is of kind {self.kind!r}, but must be one of {KINDS}"
+            )
         if not isinstance(self.text, str):
-            raise ValueError(f"structured has a text that is {type(self.text).__name__}")
+            raise RequestError.of("structured", f"has a text that is {type(self.text).__name__}")
         if len(self.text) > MAX_STRUCTURED_CHARS:
-            raise ValueError(
-                f"structured has a {self.kind} of {len(self.text):,} characters, but may have at "
-                f"most {MAX_STRUCTURED_CHARS:,}"
+            raise RequestError.of(
+                "structured",
+                f"has a {self.kind} of {len(self.text):,} characters, but may have at most "
+                f"{MAX_STRUCTURED_CHARS:,}",
             )
         if self.kind == "choice":
             _check_choices(self.text)
@@ -92,6 +97,7 @@ def _check_choices(text: str) -> None:
     try:
         texts = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"structured has choices that are not valid JSON: {error}") from error
+        fault = f"has choices that are not valid JSON: {error}"
+        raise RequestError.of("structured", fault) from error
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise ValueError("structured has choices that are not a list of one text or more")
+        raise RequestError.of("structured", "has choices that are not a list of one text or more")

@@ -17,7 +17,7 @@ from typing import Any
 from pageloom.contract import EngineInfo
 from pageloom.contract.framing import Unpacker
 from pageloom.engine.outputs import CompletionChunk
-from pageloom.scheduling import SamplingParams
+from pageloom.scheduling import RequestError, SamplingParams
 from pageloom.serve import leave, logs
 from pageloom.serve.request_id import request_id
 from pageloom.serve.silence import wait_for_silence
@@ -48,7 +48,7 @@ class EngineDiedError(RuntimeError):
     """The engine process ended while a request was open, or is not there, or cannot start."""
 
 
-class RequestRefusedError(ValueError):
+class RequestRefusedError(RequestError):
     """The engine did not take a request; the message says what its client can change."""
 
 
@@ -252,7 +252,7 @@ class EngineClient:
                     queue.put_nowait(chunk)
         elif isinstance(message, Refused):
             if queue := self._streams.get(message.id):
-                queue.put_nowait(RequestRefusedError(message.reason))
+                queue.put_nowait(RequestRefusedError(message.reason, message.field))
         elif isinstance(message, Inspection) and self._inspections:
             answer = self._inspections.pop(0)
             if not answer.done():

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.scheduling import SamplingParams
+from pageloom.scheduling.errors import field_at_fault
 from pageloom.scheduling.params import MAX_BEAM_WIDTH
 from pageloom.serve.client import EngineDiedError, RequestRefusedError
 from pageloom.serve.errors import APIError, engine_died, step_failed
@@ -68,7 +69,7 @@ def sampling_params(
     try:
         return SamplingParams(**values | _tries(fields, logprobs))
     except ValueError as error:
-        if structured is not None and str(error).startswith("structured"):
+        if structured is not None and field_at_fault(error) == "structured":
             raise refused(structured[0], error) from error
         raise invalid(error) from error
 
@@ -97,9 +98,12 @@ def _tries(fields: GenerationFields, logprobs: int | None) -> dict[str, Any]:
 
 
 def invalid(error: ValueError) -> APIError:
-    """What the engine's own checks say, whose messages begin with the field at fault."""
-    message = str(error).replace("beam_width", "use_beam_search")
-    return APIError(message, param=_field_at_fault(message))
+    """What the checks of `SamplingParams` say, in the words of the request."""
+    field = field_at_fault(error)
+    return APIError(
+        str(error).replace("beam_width", "use_beam_search"),
+        param="use_beam_search" if field == "beam_width" else field,
+    )
 
 
 @dataclass
@@ -185,15 +189,7 @@ def unfit(error: ValueError, param: str = "prompt") -> APIError:
     # The engine's name of the request is none that the client knows.
     message = re.sub(r"^request \S+", "the request", str(error))
     code = "context_length_exceeded" if "max_model_len" in message else None
-    return APIError(message, param=_field_at_fault(message) or param, code=code)
-
-
-def _field_at_fault(message: str) -> str | None:
-    if " branches, which run in one step" in message:
-        return "n"
-    first = message.partition(" ")[0]
-    known = first in GenerationFields.model_fields or first in ("max_tokens", "logprobs")
-    return first if known else None
+    return APIError(message, param=field_at_fault(error) or param, code=code)
 
 
 async def peek(stream: AsyncIterator[T]) -> AsyncIterator[T]:

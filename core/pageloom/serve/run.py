@@ -17,7 +17,7 @@ import uvicorn
 from pageloom.config import Config, load_config
 from pageloom.engine.load_model import load_tokenizer
 from pageloom.engine.prompts import PromptEncoder
-from pageloom.errors import PageloomError
+from pageloom.errors import PageloomError, counted
 from pageloom.serve.app import create_app
 from pageloom.serve.auth import Keys, read_keys
 from pageloom.serve.calls import ToolStyle
@@ -184,14 +184,14 @@ async def _drain(service: Service) -> None:
     """Let open requests go on for as long as is allowed. What is open then ends with an error."""
     client, clock = service.client, asyncio.get_running_loop().time
     service.draining = True
-    log.info("draining: %d requests are open", client.num_open)
+    log.info("draining: %s open", counted(client.num_open, "request"))
     deadline = clock() + service.config.drain_seconds
     while client.num_open and clock() < deadline:
         await asyncio.sleep(0.05)
     if client.num_open:
         log.warning(
-            "%d requests were still open after %g seconds (server.drain_seconds)",
-            client.num_open,
+            "%s still open after %g seconds (server.drain_seconds)",
+            counted(client.num_open, "request"),
             service.config.drain_seconds,
         )
     await client.stop()

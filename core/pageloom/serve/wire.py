@@ -59,6 +59,7 @@ class Refused(msgspec.Struct, tag=True):
 
     id: str
     reason: str
+    field: str | None = None  # that is at fault, if it is known
 
 
 class Steps(msgspec.Struct, tag=True):

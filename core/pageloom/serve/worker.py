@@ -16,6 +16,7 @@ from pageloom.engine.engine import Engine
 from pageloom.engine.outputs import CompletionChunk
 from pageloom.errors import PageloomError, one_line
 from pageloom.scheduling import SamplingParams
+from pageloom.scheduling.errors import field_at_fault
 from pageloom.serve import logs
 from pageloom.serve.leave import leave
 from pageloom.serve.preparing import Prepared, Preparing
@@ -105,7 +106,7 @@ class Worker:
         try:
             params = SamplingParams(**message.params)
         except ValueError as error:
-            self._send(Refused(message.id, str(error)))
+            self._refuse(message, error)
             return
         if params.structured is None:
             self._open(Prepared(message, params, None))
@@ -128,7 +129,10 @@ class Worker:
                 deliver=self._outbox.append,
             )
         except ValueError as error:
-            self._send(Refused(message.id, str(error)))
+            self._refuse(message, error)
+
+    def _refuse(self, message: Submit, error: ValueError) -> None:
+        self._send(Refused(message.id, str(error), field_at_fault(error)))
 
     def _abort(self, message: Abort) -> None:
         """The request may have ended just before."""

@@ -157,7 +157,7 @@ def _report(
     if profile is None:
         worker = replace(_NOBODY, block_size=block_size or _NOBODY.block_size)
     else:
-        worker = _in_blocks_of(block_size or profile.worker.block_size, profile.worker)
+        worker = profile.worker.in_blocks_of(block_size or profile.worker.block_size)
     if num_blocks is None and cache.get("memory") is not None:
         known = profile is not None and profile.worker.bytes_per_block > 0
         num_blocks = _fitting(cache["memory"], worker.bytes_per_block if known else None)
@@ -173,18 +173,6 @@ def _report(
             "kv_cache.block_size"
         )
     return report
-
-
-def _in_blocks_of(size: int, worker: WorkerReport) -> WorkerReport:
-    """The same memory in blocks of ``size`` tokens."""
-    of = worker.block_size
-    return replace(
-        worker,
-        block_size=size,
-        bytes_per_block=worker.bytes_per_block and max(1, worker.bytes_per_block * size // of),
-        num_blocks=worker.num_blocks * of // size,
-        host_blocks=worker.host_blocks * of // size,
-    )
 
 
 def _fitting(memory: int | str, bytes_per_block: int | None) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from pageloom.bench.attention.matrix import Case
 from pageloom.bench.attention.results import Array, Entry, Run
 from pageloom.bench.statistics import CONFIDENCE, MIN_ROUNDS, Ratio, paired_ratio, show_ratio
+from pageloom.errors import counted
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def tables(report: Report) -> Iterator[tuple[str, list[list[str]]]]:
     """For every case a title, and a row for each backend that was timed."""
     for case in report.run.cases:
         entries = [entry for entry in report.run.entries if entry.case == case]
-        layers = f", {entries[0].layers} of {case.layers} layers"
+        layers = f", {entries[0].layers} of {counted(case.layers, 'layer')}"
         yield title(case) + layers, [_cells(report, entry) for entry in entries]
 
 
@@ -70,8 +71,8 @@ def title(case: Case) -> str:
     words = {
         "decode": f"decode, batch {case.batch}, context {case.context}",
         "prefill": f"prefill of {case.query} tokens, batch {case.batch}, context {case.context}",
-        "mixed": f"{case.batch - 1} decodes and a prefill of {case.query} tokens, contexts up to "
-        f"{case.context}",
+        "mixed": f"{counted(case.batch - 1, 'decode')} and a prefill of {case.query} tokens, "
+        f"contexts up to {case.context}",
     }
     parts = [words[case.phase], case.shape, case.dtype]
     parts += [f"cache in {case.quantizer}"] if case.quantizer else []
@@ -94,9 +95,9 @@ def notes(report: Report) -> Iterator[str]:
     """What one has to know to read the table, one sentence or two each."""
     rounds = report.rounds
     yield (
-        f"Medians over {rounds} interleaved rounds. A step is planned once for all layers; plan is "
-        "the part of a layer's time that this takes in the whole model. GB/s are of K and V, each "
-        "read once."
+        f"Medians over {counted(rounds, 'interleaved round')}. A step is planned once for all "
+        "layers; plan is the part of a layer's time that this takes in the whole model. GB/s are "
+        "of K and V, each read once."
     )
     if rounds >= MIN_ROUNDS:
         yield (
@@ -106,8 +107,7 @@ def notes(report: Report) -> Iterator[str]:
     else:
         yield (
             f"Speed is how many times as fast as {report.baseline}; in parentheses, the least and "
-            f"the greatest ratio of a round: {rounds} rounds are too few for an interval, "
-            f"{MIN_ROUNDS} or more give one."
+            f"the greatest ratio of a round. An interval takes {MIN_ROUNDS} rounds or more."
         )
     yield f"In the same rounds, this machine: {machine_rates(report.run)}."
     yield (

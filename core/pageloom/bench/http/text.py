@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pageloom.bench.comparison import header, spread_note
 from pageloom.bench.http.report import Report, percentile_of
+from pageloom.errors import counted
 
 LATE = 0.01  # seconds; what is sent later than this is not the load that was asked for
 
@@ -22,7 +23,7 @@ def failures(report: Report) -> Iterator[str]:
         said = {outcome.error: outcome.detail for outcome in reversed(failed)}  # by the first
         for kind, count in report.errors[target.name].most_common():
             detail = f" (the first: {said[kind]})" if said[kind] else ""
-            yield f"Failed at {target.name}: {count} requests, {kind}{detail}."
+            yield f"Failed at {target.name}: {counted(count, 'request')}, {kind}{detail}."
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -31,9 +32,9 @@ def notes(report: Report) -> Iterator[str]:
     outputs = [request.output_tokens for request in trace]
     arriving = f"over {trace[-1].arrival:.1f} s" if trace[-1].arrival else "all at once"
     yield (
-        f"Load: {len(trace)} requests {arriving}, {sum(outputs):,} output tokens ({min(outputs)} "
-        f"to {max(outputs)}), greedy, streamed from /v1/completions, each sent when it is due "
-        "however many are open."
+        f"Load: {counted(len(trace), 'request')} {arriving}, "
+        f"{counted(sum(outputs), 'output token')} ({min(outputs)} to {max(outputs)}), greedy, "
+        "streamed from /v1/completions, each sent when it is due however many are open."
     )
     prompts = [len(request.prompt) for request in trace if not isinstance(request.prompt, str)]
     if prompts:

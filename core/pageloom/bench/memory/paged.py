@@ -25,7 +25,7 @@ class Paged(Simulation):
     def __init__(self, settings: Settings) -> None:
         self.now = 0.0
         super().__init__(
-            settings.new_scheduler(),
+            settings.policy.new_scheduler(),
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,

@@ -105,7 +105,7 @@ class Reasons:
         found = [
             f"{name} is {ours} ({published} in the paper)"
             for name, ours, published in (
-                ("the policy", settings.policy, paper.POLICY),
+                ("the policy", settings.policy.name, paper.POLICY),
                 ("block_size", settings.block_size, paper.BLOCK_SIZE),
                 ("max_num_seqs", settings.max_num_seqs, paper.MAX_NUM_SEQS),
             )

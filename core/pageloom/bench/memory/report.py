@@ -150,8 +150,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "pageloom": __version__,
         "paper": paper.CITATION,
         "settings": {
-            "policy": settings.policy,
-            "options": asdict(settings.options),
+            "policy": settings.policy.name,
+            "options": asdict(settings.policy.options),
             "max_num_seqs": settings.max_num_seqs,
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "enable_chunked_prefill": settings.enable_chunked_prefill,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from pageloom.bench.memory.served import KV_SLOTS, OPT_13B
-from pageloom.config import Config, build_options
-from pageloom.contract import Scheduler
-from pageloom.plugins import blame
+from pageloom.config import Config
+from pageloom.engine.policy import Policy
 from pageloom.scheduling import PreemptionMode
 
 BLOCK_SIZE = 16  # the paper's, and the default here
@@ -16,9 +15,7 @@ BLOCK_SIZE = 16  # the paper's, and the default here
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    policy: str
-    scheduler: type[Scheduler]
-    options: Any  # an instance of the scheduler's `Config`
+    policy: Policy
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
@@ -38,19 +35,12 @@ class Settings:
     def with_block_size(self, block_size: int) -> Settings:
         return replace(self, block_size=block_size)
 
-    def new_scheduler(self) -> Scheduler:
-        with blame("scheduler", self.policy):
-            return self.scheduler(self.options)
-
 
 def settings_from(config: Config) -> Settings:
     """The settings that a configuration from `load_config` makes."""
-    scheduler, policy = config.scheduler, config.scheduler.policy
-    chosen: type[Scheduler] = config.loaded_plugins.get("scheduler", policy)
+    scheduler = config.scheduler
     return Settings(
-        policy,
-        chosen,
-        build_options(chosen, scheduler.options),
+        Policy.of(config),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         enable_chunked_prefill=scheduler.enable_chunked_prefill,

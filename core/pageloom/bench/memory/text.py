@@ -39,7 +39,7 @@ def notes(report: Report) -> list[str]:
     settings = report.settings
     recorded = [n for n, s in report.results.sources.items() if isinstance(s, RecordedLengths)]
     return [
-        f"Paged is this engine's planner: policy {settings.policy}, block size "
+        f"Paged is this engine's planner: policy {settings.policy.name}, block size "
         f"{settings.block_size}, at most {settings.max_num_seqs} sequences and "
         f"{settings.max_num_batched_tokens} tokens per step, chunked prefill "
         f"{'on' if settings.enable_chunked_prefill else 'off'}, preemption "

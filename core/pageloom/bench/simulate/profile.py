@@ -12,6 +12,7 @@ from pageloom.bench.simulate.fit import Fit, Fitted
 from pageloom.bench.simulate.measure import worker_report
 from pageloom.contract.costs import StepProfile
 from pageloom.engine.engine import Engine
+from pageloom.errors import counted
 
 HEADER = ["decodes", "context", "chunk", "context", "ms", "spread", "fit", "unseen"]
 
@@ -59,9 +60,9 @@ def notes(fitted: Fit) -> Iterator[str]:
     """What one has to know to read the table."""
     samples = sum(step.samples for step in fitted.steps)
     yield (
-        f"{len(fitted.steps)} kinds of steps, {samples} measured. ms is the median, spread the "
-        "longest by the shortest; fit is what the costs are off by, and unseen what those are off "
-        "by that were fitted to all other kinds."
+        f"{counted(len(fitted.steps), 'kind')} of steps, {samples} measured. ms is the median, "
+        "spread the longest by the shortest; fit is what the costs are off by, and unseen what "
+        "those are off by that were fitted to all other kinds."
     )
     found = errors(fitted)
     yield (

@@ -25,10 +25,10 @@ class Replica:
         self._costs = settings.costs
         self._plan: StepPlan | None = None
         self.planner = Planner(
-            settings.new_scheduler(),
+            settings.policy.new_scheduler(),
             BlockPool(settings.num_blocks),
             settings.limits,
-            policy=settings.policy,
+            policy=settings.policy.name,
             host=BlockPool(settings.host_blocks) if settings.host_blocks else None,
             clock=lambda: self.now,
         )

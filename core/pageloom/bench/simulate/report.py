@@ -14,6 +14,7 @@ from pageloom.bench.comparison import PERCENTILES, Row
 from pageloom.bench.simulate.load import Load
 from pageloom.bench.simulate.run import Cluster, Outcome
 from pageloom.bench.statistics import Ratio
+from pageloom.errors import counted
 
 Value = float | None
 
@@ -158,16 +159,18 @@ def notes(report: Report) -> Iterator[str]:
     outputs, prompts = load.rows["output_tokens"], load.prompt_tokens
     arriving = "all at once" if load.rate is None else f"{load.rate:,.3g} per second"
     yield (
-        f"Load: {len(load):,} requests, {arriving}; prompts of {prompts.mean():,.0f} and outputs "
-        f"of {outputs.mean():,.0f} tokens on average ({load.source}); {len(load.tenants)} "
-        f"tenants, {len(load.prefixes)} shared prefixes."
+        f"Load: {counted(len(load), 'request')}, {arriving}; prompts of {prompts.mean():,.0f} and "
+        f"outputs of {outputs.mean():,.0f} tokens on average ({load.source}); "
+        f"{counted(len(load.tenants), 'tenant')}, "
+        f"{counted(len(load.prefixes), 'shared prefix', 'shared prefixes')}."
     )
     routed = f", {cluster.routing}" if cluster.replicas > 1 else ""
     limits = first.settings.limits
     yield (
-        f"{cluster.replicas} replicas{routed}; {first.settings.num_blocks:,} blocks of "
-        f"{limits.block_size} tokens, {limits.max_num_seqs} seats, {limits.max_num_batched_tokens} "
-        "tokens per step, in the first."
+        f"{counted(cluster.replicas, 'replica')}{routed}; "
+        f"{counted(first.settings.num_blocks, 'block')} of {counted(limits.block_size, 'token')}, "
+        f"{counted(limits.max_num_seqs, 'seat')}, "
+        f"{counted(limits.max_num_batched_tokens, 'token')} per step, in the first."
     )
     yield (
         f"Times are simulated, by the costs of {report.profile}. The first took "
@@ -203,7 +206,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "rows": [row.as_json(report.names) for row in report.rows],
         "outcomes": {
             outcome.settings.name: {
-                "policy": outcome.settings.policy,
+                "policy": outcome.settings.policy.name,
                 "counts": dict(outcome.measured.counts),
                 "refused": dict(outcome.measured.rejected),
                 "simulated_seconds": outcome.measured.ended,

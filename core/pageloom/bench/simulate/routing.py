@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pageloom.bench.simulate.load import Asked, Load
 from pageloom.bench.simulate.replica import Replica
 from pageloom.memory import BlockKey, block_key
+from pageloom.serve.replicas_routing import FACTOR, MARGIN
 
 
 class Router(ABC):
@@ -56,11 +57,10 @@ class LeastLoaded(Router):
 class LongestPrefix(LeastLoaded):
     """Where most of the prompt is in the cache, and of several, where the fewest requests are open.
 
-    A replica with more than `SLACK` open requests above the fewest, and more than twice as many,
-    is passed over: a prefix that everybody begins with must not pile them all up in one place.
+    A replica that the server's router would find too busy is passed over: a prefix that everybody
+    begins with must not pile them all up in one place. Unlike the server, this looks into the
+    caches themselves.
     """
-
-    SLACK = 16
 
     def __init__(self, replicas: Sequence[Replica], load: Load, block_size: int) -> None:
         super().__init__(replicas, load, block_size)
@@ -78,7 +78,7 @@ class LongestPrefix(LeastLoaded):
     def _holders(self, keys: Sequence[BlockKey]) -> Sequence[int]:
         """Those that hold the most of a prompt, of those that are not too busy. A cache gives up
         the last blocks of a prefix first, so the longest can be found by halving."""
-        most = max(self.SLACK, min([replica.open for replica in self.replicas])) * 2
+        most = FACTOR * min([replica.open for replica in self.replicas]) + MARGIN
         free: Sequence[int] = [i for i, r in enumerate(self.replicas) if r.open <= most]
         low, high = 0, len(keys)
         while low < high:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from pageloom.bench.simulate.load import Load
-from pageloom.config import Config, build_options
+from pageloom.config import Config
 from pageloom.config.schema import KVCacheConfig
-from pageloom.contract import Scheduler, WorkerReport
+from pageloom.contract import WorkerReport
 from pageloom.contract.costs import StepCosts, StepProfile
 from pageloom.engine.limits import limits_of
+from pageloom.engine.policy import Policy
 from pageloom.errors import PageloomError
 from pageloom.memory import blocks_for
-from pageloom.plugins import blame
 from pageloom.scheduling import Limits
 
 EXECUTOR = "simulated"  # by whose options a configuration names its profile
@@ -26,18 +25,12 @@ class Settings:
     """One engine of a simulation. Goes to other processes as it is."""
 
     name: str
-    policy: str
-    scheduler: type[Scheduler]
-    options: Any  # an instance of the scheduler's `Config`
+    policy: Policy
     limits: Limits
     num_blocks: int
     host_blocks: int
     max_waiting: int | None  # requests; more are refused, as by a server
     costs: StepCosts
-
-    def new_scheduler(self) -> Scheduler:
-        with blame("scheduler", self.policy):
-            return self.scheduler(self.options)
 
     def check(self, load: Load) -> None:
         """Raise `PageloomError` unless every request can be served."""
@@ -84,46 +77,38 @@ def settings_from(config: Config, profile: StepProfile, name: str) -> Settings:
         profile.check_quantizer(config.kv_cache.quantizer)
     except ValueError as error:
         raise PageloomError(f"{name}: {error}") from error
-    scheduler, cache, worker = config.scheduler, config.kv_cache, profile.worker
-    chosen: type[Scheduler] = config.loaded_plugins.get("scheduler", scheduler.policy)
-    block_size = cache.block_size or worker.block_size
-    bytes_per_block = _bytes_per_block(worker, block_size)
+    cache = config.kv_cache
+    worker = profile.worker.in_blocks_of(cache.block_size or profile.worker.block_size)
     longest = config.model.max_model_len or worker.max_model_len
-    most = scheduler.max_num_seqs * blocks_for(longest, block_size)
-    num_blocks = _num_blocks(cache, worker, block_size, most)
+    most = config.scheduler.max_num_seqs * blocks_for(longest, worker.block_size)
+    num_blocks = _num_blocks(cache, worker, most)
     if num_blocks < 1:
         raise PageloomError(
-            f"{name}: no KV block of {bytes_per_block:,} bytes fits; raise kv_cache.memory or "
-            "lower kv_cache.block_size"
+            f"{name}: no KV block of {worker.bytes_per_block:,} bytes fits; raise kv_cache.memory "
+            "or lower kv_cache.block_size"
         )
     return Settings(
         name,
-        scheduler.policy,
-        chosen,
-        build_options(chosen, scheduler.options),
-        limits_of(config, block_size=block_size, max_model_len=longest),
+        Policy.of(config),
+        limits_of(config, block_size=worker.block_size, max_model_len=longest),
         num_blocks,
-        min(cache.swap_bytes // bytes_per_block, most),
+        min(cache.swap_bytes // max(1, worker.bytes_per_block), most),
         config.server.max_waiting,
         profile.costs,
     )
 
 
-def _bytes_per_block(worker: WorkerReport, block_size: int) -> int:
-    return max(1, worker.bytes_per_block * block_size // worker.block_size)
-
-
-def _num_blocks(cache: KVCacheConfig, worker: WorkerReport, block_size: int, most: int) -> int:
+def _num_blocks(cache: KVCacheConfig, worker: WorkerReport, most: int) -> int:
     """As many as the configuration says, or as the profile's machine has; 0 if none fits. ``most``
     are of use without prefix caching."""
     if cache.num_blocks is not None:
         return cache.num_blocks
     if cache.memory_bytes is None:
-        return worker.num_blocks * worker.block_size // block_size
+        return worker.num_blocks
     if not worker.bytes_per_block:
         raise PageloomError(
             f"kv_cache.memory is {cache.memory}, but the profile does not say how many bytes a "
             "block takes; set kv_cache.num_blocks instead"
         )
-    fitting = cache.memory_bytes // _bytes_per_block(worker, block_size)
+    fitting = cache.memory_bytes // worker.bytes_per_block
     return fitting if cache.enable_prefix_caching else min(fitting, most)
