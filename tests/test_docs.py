@@ -116,7 +116,7 @@ def test_the_executor_example_passes_its_suite(tmp_path, monkeypatch):
     (tmp_path / "test_apart.py").write_text(example_of(pageloom.testing.executor_suite, "test_"))
     assert ExecutorSuite.__name__ in (tmp_path / "test_apart.py").read_text()
     found = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
     done = subprocess.run(
         [*command, "test_apart.py"],
         cwd=tmp_path,

@@ -2,7 +2,7 @@
 
 import logging
 import re
-import timeit
+import sys
 
 import pytest
 
@@ -122,12 +122,20 @@ def test_an_observer_of_a_plugin_that_raises_is_logged_with_the_plugins_name(sit
     ]
 
 
-def test_notifying_nobody_costs_about_a_microsecond():
-    plugins = Plugins()
-    times = timeit.repeat(
-        lambda: plugins.notify("step_finished", record=None), number=1000, repeat=20
-    )
-    assert min(times) / 1000 < 2e-6
+def test_notifying_nobody_calls_nothing():
+    """So that it costs less than a microsecond, whatever the machine."""
+    plugins, callers = Plugins(), []
+
+    def note(frame, event, function):
+        if event in ("call", "c_call") and function is not sys.setprofile:
+            callers.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        plugins.notify("step_finished", record=None)
+    finally:
+        sys.setprofile(None)
+    assert callers == ["notify"]  # entered, and no function of Python or C called from it
 
 
 class Nothing:

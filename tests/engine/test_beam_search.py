@@ -91,14 +91,18 @@ CHUNKED = ("scheduler.max_num_batched_tokens=64",)
 WHOLE = ("scheduler.enable_chunked_prefill=false",)
 
 
-@pytest.mark.parametrize("width", [2, 4, 6])
-@pytest.mark.parametrize("prefill", [CHUNKED, WHOLE], ids=["chunked", "whole"])
+@pytest.mark.parametrize(
+    ("width", "prefill"),
+    [(2, CHUNKED), (4, WHOLE), (6, CHUNKED)],
+    ids=["2 chunked", "4 whole", "6 chunked"],
+)
 def test_beams_are_those_of_transformers(width, prefill, expected):
     check(build(ROOMY, *prefill), expected, width)
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("caching", ["true", "false"])
+@pytest.mark.parametrize(
+    ("mode", "caching"), [("swap", "true"), ("recompute", "true"), ("recompute", "false")]
+)
 def test_beams_under_preemption(mode, caching, expected):
     engine = build(
         *CHUNKED,

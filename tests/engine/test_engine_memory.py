@@ -127,8 +127,8 @@ def test_the_report_is_a_few_lines(memory):
     assert list(memory.lines()) == [
         "memory of cuda:0: weights 3.0 GiB (int4 3.0 GiB, bfloat16 5.0 MiB)",
         "  activations: 1.0 MiB in the largest step",
-        "  KV cache: 23.4 MiB of fp8_e4m3, 1.5 KiB per token; 1,000 blocks of 16 tokens hold "
-        "16,000, which is 142 requests of max_model_len 100",
+        "  KV cache: 23.4 MiB of fp8_e4m3, 1.5 KiB per token; 1,000 blocks of 16 tokens, room "
+        "for 16,000, which is 142 requests of max_model_len 100",
         "  host memory for swapped blocks: 240.0 KiB at most, 10 blocks",
     ]
 

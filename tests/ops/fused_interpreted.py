@@ -10,6 +10,9 @@ from pageloom.ops import fused
 from pageloom.ops.activation import silu_and_mul
 from pageloom.ops.norm import add_rms_norm
 from pageloom.ops.rope import RotaryTable, norm_rotate_, rotate_
+from triton_interpreter import replace_language_once
+
+replace_language_once()
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two roundings of the last bit, where torch rounds intermediate results and a kernel does not.

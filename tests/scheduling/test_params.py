@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pageloom.scheduling.errors import RequestError
 from pageloom.scheduling.params import (
     MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
@@ -43,9 +44,11 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 def refusal(**fields):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(RequestError) as caught:
         SamplingParams(**fields)
-    return str(caught.value)
+    message = str(caught.value)
+    assert message.startswith(f"{caught.value.field} ")
+    return message
 
 
 def test_every_field_is_covered_by_these_tests():

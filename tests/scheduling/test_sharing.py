@@ -256,17 +256,18 @@ def test_used_slots_count_once_however_many_share_them():
 
 
 @pytest.mark.parametrize(
-    ("params", "limits", "message"),
+    ("params", "limits", "message", "field"),
     [
-        ({"n": 5}, {"max_num_seqs": 4}, "5 branches, .* max_num_seqs is 4; lower n"),
-        ({"beam_width": 5}, {"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4"),
-        ({"n": 4}, {"num_blocks": 17}, "18 KV blocks .* 4 branches"),
+        ({"n": 5}, {"max_num_seqs": 4}, "5 branches, .* max_num_seqs is 4; lower n", "n"),
+        ({"beam_width": 5}, {"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4", "n"),
+        ({"n": 4}, {"num_blocks": 17}, "18 KV blocks .* 4 branches", None),
     ],
 )
-def test_branches_that_could_never_run_are_refused_on_arrival(params, limits, message):
+def test_branches_that_could_never_run_are_refused_on_arrival(params, limits, message, field):
     sim = simulate(**limits)
-    with pytest.raises(RequestTooLargeError, match=message):
+    with pytest.raises(RequestTooLargeError, match=message) as caught:
         sim.add(make_request("a", list(range(10)), 15, **params))
+    assert caught.value.field == field
 
 
 def test_branches_that_just_fit_run():

@@ -28,7 +28,11 @@ class ServerProcess:
     log: list[str] = field(default_factory=list)
     url: str = ""  # http://HOST:PORT, without /v1
 
-    def read(self) -> None:
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
         """Gather the log until the process has closed it."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -55,13 +59,19 @@ class ServerProcess:
         assert self.metric("pageloom_blocks_lost") == 0
 
     def engine_pid(self) -> int:
-        return child_of(self.process.pid)
+        return engine_of(self.process.pid)
+
+    def wait(self) -> int:
+        """The exit code, once it and its engines have ended and the log is complete."""
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return code
 
     def end(self) -> int:
         """The exit code; SIGTERM first, if it still runs."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(PATIENCE)
+        return self.wait()
 
 
 def send(
@@ -93,14 +103,13 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def child_of(pid: int) -> int:
-    """The only child process, once there is one."""
+def engine_of(pid: int) -> int:
+    """The engine's process, once a server has one. Libraries that it imports start others."""
     found: list[str] = []
+    command = ["pgrep", "--parent", str(pid), "--full", "pageloom.serve.worker"]
 
     def looked() -> bool:
-        found[:] = subprocess.run(
-            ["pgrep", "-P", str(pid)], capture_output=True, text=True
-        ).stdout.split()
+        found[:] = subprocess.run(command, capture_output=True, text=True).stdout.split()
         return bool(found)
 
     wait_for(looked)
@@ -115,13 +124,15 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def start_server(
-    config: Path, *overrides: str, options: Sequence[str] = ()
+    config: Path,
+    *overrides: str,
+    options: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "pageloom"),
 ) -> Iterator[ServerProcess]:
-    """A server that answers, on a port of its own. It is ended on the way out."""
-    process = launch(config, overrides, options)
+    """A server that answers, on a port of its own. It is ended on the way out. ``program`` is what
+    Python runs."""
+    process = launch(config, overrides, options, program)
     server = ServerProcess(process)
-    reader = threading.Thread(target=server.read, daemon=True)
-    reader.start()
     try:
         deadline = time.monotonic() + PATIENCE
         while not server.url:
@@ -134,15 +145,17 @@ def start_server(
             server.end()
         finally:
             process.kill()
-            reader.join(PATIENCE)
 
 
 def launch(
-    config: Path, overrides: Sequence[str], options: Sequence[str] = ()
+    config: Path,
+    overrides: Sequence[str],
+    options: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "pageloom"),
 ) -> subprocess.Popen[str]:
     sets = [part for override in overrides for part in ("--set", override)]
     return subprocess.Popen(
-        [sys.executable, "-m", "pageloom", "serve", str(config), "--port", "0", *options, *sets],
+        [sys.executable, *program, "serve", str(config), "--port", "0", *options, *sets],
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,

@@ -69,7 +69,7 @@ def test_a_trace_from_a_file_and_a_request_that_fails(server, tmp_path):
         "--url", server.url, "--trace", trace, "--vocab-size", 259, "--json", out
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "1 requests, status 400" in " ".join(result.stdout.split())
+    assert "1 request, status 400" in " ".join(result.stdout.split())
     run = json.loads(out.read_text())
     (done,) = run["rounds"]
     (of,) = done.values()

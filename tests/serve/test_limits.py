@@ -12,6 +12,14 @@ import pytest
 from server_process import PATIENCE, connect, send, start_server, wait_for
 
 LONG = {"prompt": "a", "max_tokens": 16_000, "ignore_eos": True, "temperature": 0}
+# A server whose connections rest for 4 seconds only between two requests.
+RESTLESS = """
+from pageloom.cli import main
+from pageloom.serve import run
+
+run.KEEP_ALIVE = 4
+main()
+"""
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
 
 
@@ -25,6 +33,7 @@ def small(config):
         "server.max_waiting=2",
         "server.max_body=64KiB",
         "server.stall_seconds=2",
+        program=("-c", RESTLESS),
     ) as server:
         yield server
         server.wait_until_idle()
@@ -140,9 +149,9 @@ def test_what_comes_a_byte_at_a_time_is_not_waited_for(small, begin, more, statu
     assert answer.partition(b" ")[2][:3] == status
 
 
-def test_a_connection_may_rest_longer_than_clients_keep_theirs(small):
+def test_a_connection_may_rest_longer_than_clients_keep_theirs(server):
     """httpx and openai keep one for 5 seconds: closed by us first, it might be written to."""
-    with connect(small) as connection:
+    with connect(server) as connection:
         for pause in (0, 6):
             time.sleep(pause)
             connection.sendall(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n")

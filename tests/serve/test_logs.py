@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 
-import httpx
 import pytest
 from server_process import start_server, wait_for
 
@@ -20,15 +19,19 @@ def entries(config):
     break in its path."""
     with start_server(config, options=["--log-format", "json", "--log-level", "info"]) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "user": "me"}
-        url, headers = f"{server.url}/v1/completions", {"x-request-id": "mine"}
-        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
-        httpx.post(url, json={"prompt": "a", "model": "nope"}, headers={"x-request-id": "wrong"})
-        httpx.get(f"{server.url}/no%0aline")
+        wrong = {"prompt": "a", "model": "nope"}
+        with server.client() as client:
+            path = "/v1/completions"
+            served = client.post(path, json=body, headers={"x-request-id": "mine"})
+            assert served.status_code == 200
+            client.post(path, json=wrong, headers={"x-request-id": "wrong"})
+            client.get("/no%0aline")
 
         def logged():
             return [json.loads(line) for line in server.log]
 
-        wait_for(lambda: len([e for e in logged() if "status" in e]) == 3)
+        # Three by the server, and one by the engine.
+        wait_for(lambda: len([e for e in logged() if "status" in e or "finish_reason" in e]) == 4)
         return logged()
 
 

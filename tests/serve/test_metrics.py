@@ -9,13 +9,14 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from server_process import PATIENCE
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def samples(server):
     """Values by name, those that differ by their reason together."""
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
     found = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -26,7 +27,7 @@ def samples(server):
 
 def complete(server, prompt, **fields):
     body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -76,7 +77,7 @@ def test_an_idle_server_says_so(server):
 
 def test_http_requests_are_counted_by_endpoint(server):
     def count(**labels):
-        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -89,15 +90,15 @@ def test_http_requests_are_counted_by_endpoint(server):
     lost = {"method": "any", "path": "none", "status": "404"}
     before = count(**good), count(**bad), count(**lost)
     complete(server, "a", max_tokens=1)
-    httpx.post(f"{server.url}/v1/completions", content="{")
-    httpx.get(f"{server.url}/made/up")
-    httpx.request("DELETE", f"{server.url}/made/up/too")
+    httpx.post(f"{server.url}/v1/completions", content="{", timeout=PATIENCE)
+    httpx.get(f"{server.url}/made/up", timeout=PATIENCE)
+    httpx.request("DELETE", f"{server.url}/made/up/too", timeout=PATIENCE)
     after = count(**good), count(**bad), count(**lost)
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 2]
 
 
 def test_every_metric_is_documented_and_every_documented_one_is_there(server):
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
     served = {
         family.name
         for family in text_string_to_metric_families(text)

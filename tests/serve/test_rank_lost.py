@@ -45,7 +45,7 @@ def test_when_a_rank_is_killed_every_client_hears_of_it_and_the_server_fails(con
         answers = [each.result() for each in asked]
         assert set(answers[0::2]) <= {"error", 503}
         assert {status // 100 for status in answers[1::2]} == {5}
-        assert server.process.wait(PATIENCE) == 1
+        assert server.wait() == 1
         assert f"pid {ranks[1]}) was ended by SIGKILL" in "\n".join(server.log)
         assert "Traceback" not in "\n".join(server.log)
         wait_for(lambda: not any(map(is_running, [engine, *ranks])))

@@ -102,7 +102,7 @@ def test_when_an_engine_is_killed_the_other_answers_and_with_it_the_server_ends(
         assert [event["error"]["code"] for event in last if "error" in event] == ["engine"]
         assert client.get("/health").status_code == 200
         os.kill(second, signal.SIGKILL)
-        assert server.process.wait(PATIENCE) == 1
+        assert server.wait() == 1
 
 
 def test_an_engine_more_is_started_when_requests_queue_up_and_takes_the_next(config):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 
 import openai
 import pytest
-from server_process import PATIENCE, ROOT, start_server
+from server_process import ROOT, start_server
 
 from pageloom.serve.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -178,7 +177,7 @@ def test_unknown_fields_may_be_ignored_and_a_stream_that_fails_says_so(config):
     """Both with one server of its own, since it is ended by the second."""
     sets = ("server.unknown_fields=ignore", "model.max_model_len=16384")
     with start_server(config, *sets) as server:
-        engine = engine_of(server)
+        engine = server.engine_pid()
         with server.client() as http:
             for path, body in CALLS.items():
                 answers = [http.post(path, json=body | more) for more in ({}, {"guess": {"a": 1}})]
@@ -197,15 +196,4 @@ def test_unknown_fields_may_be_ignored_and_a_stream_that_fails_says_so(config):
             with pytest.raises(openai.APIError, match="engine has stopped") as raised:
                 list(chunks)
         assert raised.value.type == "server_error"
-        assert server.process.wait(PATIENCE) != 0
-
-
-def engine_of(server):
-    """The process id of a server's engine."""
-    found = subprocess.run(
-        ["pgrep", "--parent", str(server.process.pid), "--full", "pageloom.serve.worker"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(found.stdout)
+        assert server.wait() != 0

@@ -74,7 +74,7 @@ def test_failed_requests_count_only_as_failed():
     assert shown["ttft_p99"] == pytest.approx(0.1)
     assert shown["output_tokens_per_second"] == 36 / 20
     assert shown["goodput"] == 9 / 20
-    assert list(failures(found)) == ["Failed at fast: 1 requests, status 500 (the first: boom)."]
+    assert list(failures(found)) == ["Failed at fast: 1 request, status 500 (the first: boom)."]
     assert as_json(found)["errors"] == {"fast": {"status 500": 1}}
 
 
@@ -133,7 +133,7 @@ def test_the_page_and_the_json_have_it_all():
     images = draw(found)
     assert all(data.startswith(b"\x89PNG") for data in images.values())
     page = make_page(found).as_html(images)
-    assert "Failed at fast: 1 requests, timeout (the first: &lt;b&gt;)" in page
+    assert "Failed at fast: 1 request, timeout (the first: &lt;b&gt;)" in page
     assert page.count("data:image/png;base64,") == len(images) == 2
     assert "http://" not in page.replace("http://f/v1", "").replace("http://s/v1", "")
     data = json.loads(json.dumps(as_json(found)))

@@ -136,7 +136,7 @@ def test_what_cannot_be_run_is_one_clear_error(refused, arguments, message):
 def test_more_requests_than_the_file_has(refused, tmp_path):
     trace = tmp_path / "one.jsonl"
     trace.write_text('{"prompt_tokens": 9, "output_tokens": 1}\n')
-    assert f"{trace} has 1 requests, fewer than --requests 2" in refused(
+    assert f"{trace} has 1 request, fewer than --requests 2" in refused(
         "--trace", trace, "--requests", 2
     )
 

@@ -22,15 +22,16 @@ from pageloom.bench.simulate.load import (
 )
 from pageloom.bench.simulate.meter import Measured
 from pageloom.bench.simulate.report import service_gap
-from pageloom.bench.simulate.routing import LongestPrefix
 from pageloom.bench.simulate.run import Cluster, Outcome, run_all, sustained_rate
 from pageloom.bench.simulate.settings import Settings, profile_of, settings_from
 from pageloom.config import load_config
 from pageloom.contract import RequestRecord, hookimpl
 from pageloom.contract.costs import StepCosts
 from pageloom.engine.engine import Engine
+from pageloom.engine.policy import Policy
 from pageloom.errors import PageloomError
 from pageloom.scheduling import Limits, SamplingParams
+from pageloom.serve.replicas_routing import MARGIN
 from pageloom_schedulers.fair import Fair
 from pageloom_schedulers.fcfs import FCFS
 
@@ -41,10 +42,9 @@ LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, blo
 
 def settings(scheduler=FCFS, costs=COSTS, max_waiting=None, **limits):
     num_blocks = limits.pop("num_blocks", 64)
-    return Settings(
-        "tried", scheduler.__name__, scheduler, scheduler.Config(), replace(LIMITS, **limits),
-        num_blocks, 0, max_waiting, costs,
-    )  # fmt: skip
+    policy = Policy(scheduler.__name__, scheduler, scheduler.Config())
+    limits = replace(LIMITS, **limits)
+    return Settings("tried", policy, limits, num_blocks, 0, max_waiting, costs)
 
 
 def trace(*requests):
@@ -218,7 +218,7 @@ def test_a_busy_replica_is_passed_over_whatever_it_holds():
     measured = simulate(settings(), load, replicas=4, routing="prefix")
     alone = simulate(settings(), load)
     assert measured.ended < 0.35 * alone.ended
-    assert LongestPrefix.SLACK < 200 / 4
+    assert MARGIN < 200 / 4
 
 
 def test_given_prompts_share_what_they_have_in_common():

@@ -24,6 +24,7 @@ class TestTorchPaged(AttentionSuite):
 
 class TestNaiveContiguous(AttentionSuite):
     backend = "naive_contiguous"
+    scale = "small"
 
     def test_refuses_nothing_but_block_sizes(self):
         for case in [*CASES.values(), *QUANTIZED.values()]:

@@ -279,10 +279,14 @@ def test_an_interruption_while_steps_are_waited_for_loses_none():
         os.kill(pids[0], signal.SIGSTOP)
         executor.submit(SumStep([1]))
         previous = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+        def receive() -> None:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            executor.receive()
+
         try:
             with pytest.raises(KeyboardInterrupt):
-                executor.receive()
+                receive()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)

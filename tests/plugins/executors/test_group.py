@@ -13,10 +13,11 @@ from pageloom_executors.group import GroupError, connect, open_store
 
 
 def test_a_store_that_is_not_there():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(GroupError, match=rf"^the store at 127\.0\.0\.1:{port}: "):
-        open_store("127.0.0.1", port, is_master=False, timeout_seconds=1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        with pytest.raises(GroupError, match=rf"^the store at 127\.0\.0\.1:{port}: "):
+            open_store("127.0.0.1", port, is_master=False, timeout_seconds=1)
 
 
 def test_a_rank_that_ends_before_all_are_connected():

@@ -31,6 +31,7 @@ def _folder() -> Iterator[None]:
     with TemporaryDirectory(prefix="ray") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_AUTH_MODE", "disabled")  # or it writes a token into the home folder
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # or others' memory ends its workers
         patch.delenv("RAY_ADDRESS", raising=False)
         yield
 
@@ -161,15 +162,17 @@ def test_without_a_cluster_it_says_how_to_start_one(monkeypatch):
 
 @pytest.mark.parametrize("given_by", ["parallel.options.address", "RAY_ADDRESS"])
 def test_an_address_where_nobody_listens_is_told_of_at_once(given_by, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    if given_by == "RAY_ADDRESS":
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        address = "auto"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        if given_by == "RAY_ADDRESS":
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            address = "auto"
+        said = refusal(address)
     assert re.match(
         rf"no Ray cluster at {given_by} 127\.0\.0\.1:\d+: [\d.]+:\d+ takes no connection "
         r"\(Connection refused\); start one by 'ray start --head'",
-        refusal(address),
+        said,
     )
 
 

@@ -111,7 +111,7 @@ def listen(server: Server, begun: threading.Event) -> str:
 
 
 def status(server: Server) -> int:
-    return httpx.get(f"{server.url}/health", timeout=60).status_code
+    return httpx.get(f"{server.url}/health", timeout=240).status_code
 
 
 @pytest.mark.skipif(bool(reason := why_not()), reason=reason)
@@ -135,7 +135,7 @@ def test_a_machine_is_lost_and_comes_back():
         stream = clients.submit(listen, server, begun)
         assert begun.wait(240)
         second.cut_power()
-        assert "the engine has stopped; the request was not finished" in stream.result(60)
+        assert "the engine has stopped; the request was not finished" in stream.result(240)
         assert clients.submit(status, server).result() == 503
         said = "\n".join(server.log)
         assert f"rank 1 (stage 0, tensor rank 1) at {second.address}" in said
@@ -144,4 +144,4 @@ def test_a_machine_is_lost_and_comes_back():
         wait_until(lambda: clients.submit(status, server).result() == 200)
         assert clients.submit(tell, server, 20).result() == told
         server.process.terminate()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0

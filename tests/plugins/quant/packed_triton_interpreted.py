@@ -17,6 +17,9 @@ from pageloom_quant.packed import PackedWeight, packed_linear, triton
 from pageloom_quant.packed.cpu import CPULinear
 from pageloom_quant.packed.reference import ReferenceLinear
 from pageloom_quant.packed.triton import Chip, TritonLinear
+from triton_interpreter import replace_language_once
+
+replace_language_once()
 
 FORMATS = [  # inputs, group, symmetric, dtype of scales
     (192, 32, False, torch.float16),

@@ -199,4 +199,4 @@ def test_the_demo_model_packed_is_the_demo_model(demo_path):
         float((logits(build(demo_path, choice, torch.bfloat16)[0]) - exact).square().mean())
         for choice in (None, True)
     ]
-    assert distances[0] < 1.1 * distances[1] < 0.01 * float(exact.square().mean())
+    assert distances[0] < 1.5 * distances[1] < 0.01 * float(exact.square().mean())

@@ -85,14 +85,16 @@ inline float round_to_float16(float x, uint8_t* stored) {
 template <typename Element, typename T>
 float fitted(const T* x, int64_t count, float most, float least) {
   float scales[FITS], inverses[FITS], scale = least, best = -NEGATIVE_INFINITY;
-  for (int i = 0; i < FITS; ++i) scales[i] = least * POWERS[i], inverses[i] = 1 / scales[i];
+  for (int i = 0; i < FITS; ++i) {
+    scales[i] = least * POWERS[i];
+    inverses[i] = 1 / scales[i] / Element::UNIT;
+  }
   Vector squares[FITS] = {};  // of whole numbers, whose sum is the same in any order
   for (int64_t d = 0; d < count; d += LANES) {
-    const Vector part = limited(load_part(x + d, count - d), -most, most);
+    const Vector part = absolute(limited(load_part(x + d, count - d), -most, most));
     for (int i = 0; i < FITS; ++i) {
-      const Vector scaled = limited(part * inverses[i], -Element::LIMIT, Element::LIMIT);
-      const Vector steps = rounded(Element::error(scaled) * (256 / Element::STEP));
-      squares[i] += steps * steps;
+      const Vector error = rounded(Element::error(part * inverses[i]));
+      squares[i] += error * error;
     }
   }
   for (int i = 0; i < FITS; ++i) {

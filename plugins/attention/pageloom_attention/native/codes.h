@@ -22,6 +22,8 @@ inline Vector limited(Vector x, float least, float most) {
   return x > most ? spread(most) : x < least ? spread(least) : x;
 }
 
+inline Vector absolute(Vector x) { return bit_cast<Vector>(bit_cast<Words>(x) & 0x7fffffff); }
+
 // In two steps, without which GCC converts each lane alone.
 inline void store_low_bytes(uint8_t* to, Words x) {
   Bytes narrow = __builtin_convertvector(__builtin_convertvector(x, Halves), Bytes);
@@ -56,15 +58,15 @@ inline Vector load_integers(const uint8_t* bytes) {
 inline Words to_integer(Vector x) { return bit_cast<Words>(x + 0x1.8p23f); }
 inline Vector rounded(Vector x) { return x + 0x1.8p23f - 0x1.8p23f; }
 
-// An element type says how many codes share a byte, which byte stands for zeros, and its largest
-// finite number. `decode` reads LANES codes of a byte each; `encode` writes them, from numbers that
-// are not limited yet.
-
 // Where the error of a code depends on the scale, a vector's own is the best of FITS in an octave.
 constexpr int FITS = 16;
 constexpr float POWERS[FITS] = {  // 2^(i / FITS)
     1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f, 1.29683959f, 1.35425556f,
     1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f, 1.75625217f, 1.8340081f, 1.91520655f};
+
+// An element type says how many codes share a byte, which byte stands for zeros, its largest finite
+// number, and whether scales are fitted. `decode` reads LANES codes of a byte each;
+// `encode` writes them, from numbers that are not limited yet.
 
 // A sign, 7 - MANTISSA bits of exponent, MANTISSA bits; NaN is 0x7f, either sign.
 template <int MANTISSA>
@@ -74,13 +76,15 @@ struct Float8 {
   static constexpr bool IS_AFFINE = false;
   static constexpr bool IS_FITTED = true;
   static constexpr float LIMIT = MANTISSA == 3 ? 448.0f : 57344.0f;
-  static constexpr float STEP = MANTISSA == 3 ? 32.0f : 8192.0f;  // between the largest numbers
+  static constexpr float UNIT = MANTISSA == 3 ? 0.125f : 32.0f;  // 256 between the largest codes
 
-  // How far `x` is from its code, but not which way if it lies between two, nor the little that
-  // subnormal codes are further away.
+  // How far x * UNIT is from the nearest code, in UNITs, for x >= 0; subnormal codes aside.
   static Vector error(Vector x) {
     constexpr uint32_t HALF = 1 << (22 - MANTISSA);
-    return bit_cast<Vector>((bit_cast<Words>(x) + HALF) & -2 * HALF) - x;
+    const uint32_t most = bit_cast<uint32_t>(LIMIT / UNIT);
+    Words bits = bit_cast<Words>(x);
+    bits = bits > most ? Words{} + most : bits;
+    return bit_cast<Vector>((bits + HALF) & -2 * HALF) - bit_cast<Vector>(bits);
   }
 
   // As a float16, whose exponent has another bias where it is not 5 bits wide too.

@@ -19,7 +19,7 @@ from pageloom_attention.cuda_paged.instance import KERNELS, Instance
 EMULATOR = Path(__file__).with_name("emulator")
 PARAMS = {"store": "StoreParams", "copy": "CopyParams"}
 # With little optimization: most of the time goes into compiling.
-FLAGS = ("-std=c++17", "-O1", "-march=native", "-fPIC", "-w")
+FLAGS = ("-std=c++17", "-Og", "-march=native", "-fPIC", "-w")
 
 
 class EmulationError(RuntimeError):

@@ -11,18 +11,22 @@ import torch
 from pageloom import Engine, SamplingParams
 from pageloom.plugins import Plugins
 from pageloom.testing import AttentionSuite
-from pageloom.testing.attention_cases import CASES, Case, layer
+from pageloom.testing.attention_cases import CASES, KINDS, PLAIN, Case, layer
 from pageloom.testing.attention_oracle import attention, excess
 from pageloom.testing.attention_rig import Rig
 from pageloom.testing.attention_shadow import Branch
 from pageloom_attention.triton_paged import backend, work
 from pageloom_attention.triton_paged.tiles import Chip, Tiles
 from tiny_model import write_model
+from triton_interpreter import replace_language_once
+
+replace_language_once()
 
 # Interpreting takes long, and these cases differ from others in nothing that the kernels branch on.
 LIKE_OTHERS = {
     *(f"{heads} heads over 2" for heads in (4, 6, 8, 10, 12, 14)),
-    *(f"block size {size}" for size in (2, 4, 8, 48, 64, 128)),
+    *(f"block size {size}" for size in (2, 4, 8, 48, 64, 128, 256)),
+    *(f"window {size}" for size in (5, 128)),
     *(f"bfloat16, head size {size}" for size in (64, 96, 256)),
     *(f"float16, head size {size}" for size in (64, 128)),
     *(f"{dtype}, layers of several kinds" for dtype in ("bfloat16", "float16")),
@@ -41,11 +45,20 @@ CODED = [
     ("fp8_e4m3_token_head", "bfloat16, head size 128"),
     ("int4_token_head", "layers of several kinds"),
 ]
+moved = pytest.mark.parametrize(
+    "case",
+    [PLAIN, replace(KINDS, dtype=torch.bfloat16)],
+    ids=["one layer", "bfloat16, layers of several kinds"],
+)
 
 
 class TestTritonPaged(AttentionSuite):
     backend = "triton_paged"
     scale = "small"
+
+    @classmethod
+    def sizes(cls):
+        return replace(super().sizes(), contexts=(1, 17, 300, 4200), long_context=400)
 
     @pytest.mark.parametrize("name", [name for name in CASES if name not in LIKE_OTHERS])
     def test_decodes_chunks_and_prefix_hits_mix(self, name):
@@ -58,6 +71,18 @@ class TestTritonPaged(AttentionSuite):
     @pytest.mark.parametrize("name", ["int4_token_head"])
     def test_coded_blocks_are_moved_unchanged(self, name):
         super().test_coded_blocks_are_moved_unchanged(name)
+
+    @pytest.mark.parametrize("name", ["fp8_e4m3", "int4_token_head"])
+    def test_k_is_rotated_before_it_is_coded(self, name):
+        super().test_k_is_rotated_before_it_is_coded(name)
+
+    @moved
+    def test_copies_are_exact_and_happen_all_at_once(self, case):
+        super().test_copies_are_exact_and_happen_all_at_once(case)
+
+    @moved
+    def test_swapped_blocks_come_back_elsewhere(self, case):
+        super().test_swapped_blocks_come_back_elsewhere(case)
 
 
 def stored(rig, x):
