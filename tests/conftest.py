@@ -13,7 +13,6 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.internal.conjecture import providers
 
 from pageloom.scheduling import Planner
 
@@ -27,6 +26,8 @@ settings.load_profile("pageloom")
 if os.environ.get("CI"):
     # Hypothesis also draws numbers and texts that stand in the modules imported so far, which are
     # others in every worker, and after every change of the code.
+    from hypothesis.internal.conjecture import providers
+
     providers.is_local_module_file = lambda path: False
 
 

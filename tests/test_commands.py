@@ -190,7 +190,7 @@ def test_a_chat_goes_on_after_a_message_that_does_not_fit(pageloom):
 def test_a_chat_remembers_until_it_is_reset():
     told, asked = "My name is Bob. Remember it.\n", "What is my name?\n"
     said = f"{told}{asked}/reset\n{asked}/reset\n{told}/exit\nnever read\n"
-    limits = ["--temperature", "0", "--max-tokens", "24"]
+    limits = ["--temperature", "0", "--max-tokens", "24", "--stop", "\n"]
     result = run_process("chat", MODEL, *EXACT, *limits, stdin=said)
     assert result.returncode == 0, result.stderr
     first, remembered, fresh, again = [line for line in result.stdout.splitlines() if line]

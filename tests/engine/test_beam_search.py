@@ -101,7 +101,7 @@ def test_beams_are_those_of_transformers(width, prefill, expected):
 
 
 @pytest.mark.parametrize(
-    ("mode", "caching"), [("swap", "true"), ("recompute", "true"), ("recompute", "false")]
+    ("mode", "caching"), [("swap", "true"), ("swap", "false"), ("recompute", "false")]
 )
 def test_beams_under_preemption(mode, caching, expected):
     engine = build(

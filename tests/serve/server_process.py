@@ -65,6 +65,7 @@ class ServerProcess:
         """The exit code, once it and its engines have ended and the log is complete."""
         code = self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
+        assert not self._reader.is_alive(), "something still holds the log"
         return code
 
     def end(self) -> int:

@@ -82,8 +82,8 @@ def generate(
     from pageloom.engine.engine import Engine
     from pageloom.engine.stats import EngineStats
 
-    engine, counted = Engine.from_config(path, overrides), EngineStats()
-    engine.plugins.register_observer(counted)
+    engine, observed = Engine.from_config(path, overrides), EngineStats()
+    engine.plugins.register_observer(observed)
     try:
         inputs = [_encode(engine, text, chat) for text in texts]
         requests = [engine.open_request(prompt, params) for prompt in inputs]
@@ -103,7 +103,7 @@ def generate(
             print(part.text, end="", flush=stream)
         print(flush=True)
     if stats:
-        _print_stats(engine, counted)
+        _print_stats(engine, observed)
 
 
 def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:

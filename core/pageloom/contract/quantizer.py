@@ -88,7 +88,8 @@ class VectorLayout:
       ``s``, limited to 0 .. 15. ``x`` is read as ``c * s + b``.
 
     .. versionchanged:: 1.2
-        In fp8 a vector's scale is the best of 16. It was the first, and is read as before.
+        In fp8 a vector's scale is the best of 16; it was the first. ``x`` was limited to 0.99 of
+        its dtype's largest number. All is read as before.
     """
 
     element: Element

@@ -145,9 +145,10 @@ class Engine:
         )
         continuations = self.vocab_size - len(request.stop_token_ids)
         if params.beam_width is not None and continuations < params.beam_width:
-            raise ValueError(
-                f"beam_width is {params.beam_width}, but only {continuations} tokens of the "
-                "vocabulary do not end an output; lower it, or name fewer stop_token_ids"
+            raise RequestError.of(
+                "beam_width",
+                f"is {params.beam_width}, but only {continuations} tokens of the vocabulary do not "
+                "end an output; lower it, or name fewer stop_token_ids",
             )
         detokenizers: list[Detokenizer] = []
         if self.tokenizer is not None:

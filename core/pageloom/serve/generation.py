@@ -99,11 +99,8 @@ def _tries(fields: GenerationFields, logprobs: int | None) -> dict[str, Any]:
 
 def invalid(error: ValueError) -> APIError:
     """What the checks of `SamplingParams` say, in the words of the request."""
-    field = field_at_fault(error)
-    return APIError(
-        str(error).replace("beam_width", "use_beam_search"),
-        param="use_beam_search" if field == "beam_width" else field,
-    )
+    param = _in_its_words(field_at_fault(error) or "") or None
+    return APIError(_in_its_words(str(error)), param=param)
 
 
 @dataclass
@@ -187,9 +184,13 @@ def _as_api_error(error: Exception) -> Exception:
 def unfit(error: ValueError, param: str = "prompt") -> APIError:
     """What is wrong with a prompt, or with what only the engine could find fault with."""
     # The engine's name of the request is none that the client knows.
-    message = re.sub(r"^request \S+", "the request", str(error))
+    message = re.sub(r"^request \S+", "the request", _in_its_words(str(error)))
     code = "context_length_exceeded" if "max_model_len" in message else None
-    return APIError(message, param=field_at_fault(error) or param, code=code)
+    return APIError(message, param=_in_its_words(field_at_fault(error) or param), code=code)
+
+
+def _in_its_words(text: str) -> str:
+    return text.replace("beam_width", "use_beam_search")
 
 
 async def peek(stream: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -190,7 +190,7 @@ def test_a_model_that_asks_for_no_layer_gets_every_tensor(tmp_path):
 @needs_compiler
 def test_the_demo_model_packed_is_the_demo_model(demo_path):
     """In float32 the same numbers but for the order of sums. In bfloat16 the packed weights, which
-    are not rounded to it, are no farther from that than the expanded ones."""
+    are not rounded to it, are about as near to that as the expanded ones."""
     exact = logits(build(demo_path, dequantize=True)[0])
     packed, _ = build(demo_path)
     assert set(formats(packed)) == {"int4", "int8"}

@@ -57,9 +57,9 @@ class LeastLoaded(Router):
 class LongestPrefix(LeastLoaded):
     """Where most of the prompt is in the cache, and of several, where the fewest requests are open.
 
-    A replica that the server's router would find too busy is passed over: a prefix that everybody
-    begins with must not pile them all up in one place. Unlike the server, this looks into the
-    caches themselves.
+    If the server's router would find those too busy, all are asked: a prefix that everybody begins
+    with must not pile them all up in one place. Unlike the server, this looks into the caches
+    themselves.
     """
 
     def __init__(self, replicas: Sequence[Replica], load: Load, block_size: int) -> None:
@@ -76,19 +76,21 @@ class LongestPrefix(LeastLoaded):
         return chosen
 
     def _holders(self, keys: Sequence[BlockKey]) -> Sequence[int]:
-        """Those that hold the most of a prompt, of those that are not too busy. A cache gives up
-        the last blocks of a prefix first, so the longest can be found by halving."""
-        most = FACTOR * min([replica.open for replica in self.replicas]) + MARGIN
-        free: Sequence[int] = [i for i, r in enumerate(self.replicas) if r.open <= most]
+        """Those that hold the most of a prompt, or all replicas if these are too busy. A cache
+        gives up the last blocks of a prefix first, so the longest can be found by halving."""
+        everyone = range(len(self.replicas))
+        holders: Sequence[int] = everyone
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high) // 2
-            holders = [i for i in free if self.replicas[i].holds(keys[middle])]
-            if holders:
-                low, free = middle + 1, holders
+            if found := [i for i in holders if self.replicas[i].holds(keys[middle])]:
+                low, holders = middle + 1, found
             else:
                 high = middle
-        return free
+        least, least_holding = (
+            min([self.replicas[i].open for i in among]) for among in (everyone, holders)
+        )
+        return holders if least_holding <= FACTOR * least + MARGIN else everyone
 
 
 ROUTERS: Mapping[str, type[Router]] = {

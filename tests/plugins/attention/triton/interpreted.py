@@ -72,7 +72,7 @@ class TestTritonPaged(AttentionSuite):
     def test_coded_blocks_are_moved_unchanged(self, name):
         super().test_coded_blocks_are_moved_unchanged(name)
 
-    @pytest.mark.parametrize("name", ["fp8_e4m3", "int4_token_head"])
+    @pytest.mark.parametrize("name", ["fp8_e4m3_token_head", "int4_token_head"])
     def test_k_is_rotated_before_it_is_coded(self, name):
         super().test_k_is_rotated_before_it_is_coded(name)
 

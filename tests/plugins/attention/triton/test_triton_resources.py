@@ -29,7 +29,7 @@ COMPILED = [variant for variant in resources.VARIANTS if variant.layout is None]
     in {
         ("attend", True, "fp8_e4m3 static"),
         ("attend", False, "int4 token_head"),
-        ("store", False, "fp8_e5m2 static"),
+        ("store", False, "fp8_e4m3 token_head"),
         ("store", False, "int4 token_head"),
     }
 ]
