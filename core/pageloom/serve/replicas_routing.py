@@ -8,8 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pageloom.memory.prefix import block_key, root_hash
 
 MARGIN, FACTOR = 8, 1.5
-"""A replica's cached prefix is not worth having `FACTOR` times the open requests that the least
-loaded one has, and `MARGIN` more."""
+
+
+def is_too_busy(open_requests: int, least: int) -> bool:
+    """Whether a replica's cached prefix is not worth its open requests, of which the least loaded
+    one has ``least``: more than `FACTOR` times as many, and `MARGIN` more."""
+    return open_requests > FACTOR * least + MARGIN
 
 
 class PrefixHashes:
@@ -89,8 +93,9 @@ class Router:
             cached = {each: self._map.count(each, hashes) for each in among}
             most = max(cached.values())
             holders = [each for each in among if cached[each] == most]
-            if min(loads[each] for each in holders) <= FACTOR * least + MARGIN:
-                among, least = holders, min(loads[each] for each in holders)
+            least_holding = min(loads[each] for each in holders)
+            if not is_too_busy(least_holding, least):
+                among, least = holders, least_holding
         if self._by_load:
             among = [each for each in among if loads[each] == least]
         return self._turns.next(among)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pageloom.bench.simulate.load import Asked, Load
 from pageloom.bench.simulate.replica import Replica
 from pageloom.memory import BlockKey, block_key
-from pageloom.serve.replicas_routing import FACTOR, MARGIN
+from pageloom.serve.replicas_routing import is_too_busy
 
 
 class Router(ABC):
@@ -90,7 +90,7 @@ class LongestPrefix(LeastLoaded):
         least, least_holding = (
             min([self.replicas[i].open for i in among]) for among in (everyone, holders)
         )
-        return holders if least_holding <= FACTOR * least + MARGIN else everyone
+        return everyone if is_too_busy(least_holding, least) else holders
 
 
 ROUTERS: Mapping[str, type[Router]] = {

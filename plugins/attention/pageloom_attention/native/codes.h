@@ -65,8 +65,8 @@ constexpr float POWERS[FITS] = {  // 2^(i / FITS)
     1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f, 1.75625217f, 1.8340081f, 1.91520655f};
 
 // An element type says how many codes share a byte, which byte stands for zeros, its largest finite
-// number, and whether scales are fitted. `decode` reads LANES codes of a byte each;
-// `encode` writes them, from numbers that are not limited yet.
+// number, and whether scales are fitted. `decode` reads LANES codes of a byte each; `encode`
+// writes them, from numbers that are not limited yet.
 
 // A sign, 7 - MANTISSA bits of exponent, MANTISSA bits; NaN is 0x7f, either sign.
 template <int MANTISSA>

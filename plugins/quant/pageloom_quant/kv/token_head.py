@@ -27,7 +27,8 @@ class TokenHeadQuantizer(KVQuantizer):
     def encode(self, x: torch.Tensor, layer: int, kind: Kind) -> torch.Tensor:
         codes = CODES[self.layout.element]
         x = limited(x, x.dtype)
-        scale = self.scale(x, divided(largest(x), codes.limit))
+        largest = x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED)
+        scale = self.scale(x, divided(largest, codes.limit))
         return torch.cat([codes.pack(x * (1 / scale)), scale.view(torch.uint8)], dim=-1)
 
     def decode(
@@ -102,10 +103,6 @@ def scaling(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The last four bytes of coded vectors ``[..., bytes]``, as numbers of ``dtype``."""
     # A copy always: where they lie need not be aligned.
     return data[..., -4:].clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def largest(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().amax(-1, keepdim=True).clamp_min(LEAST_SCALED)
 
 
 def divided(x: torch.Tensor, by: float) -> torch.Tensor:
